@@ -1,0 +1,148 @@
+"""Checks and defaults while SGLang resolves its arguments: before weights load, in the launching process.
+
+What a recipe cannot be served with is refused here by name; nothing is switched off silently. SGLang
+calls this a resolution hook, an official extension point.
+"""
+
+from __future__ import annotations
+
+from sglang_quantkv.errors import UnsupportedConfig
+from sglang_quantkv.formats import (
+    DEFAULT_PAGE_SIZE,
+    RECIPES,
+    check_head_dim,
+    check_page_size,
+    is_recipe,
+)
+
+BACKEND_NAME = "quantkv"
+# Models that accept only backends from a list of SGLang's get ours behind a name on their list.
+BACKEND_ALIAS = "triton"
+_INSISTING_ARCHITECTURES = ("GptOss", "Gemma4", "Llama4", "Exaone4", "IQuestQ1", "Inkling")
+
+SOURCE = "sglang_quantkv"
+
+
+def register_resolution() -> None:
+    """Puts the two checks into SGLang's resolution pipeline."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    register_resolution_hook("handle_missing_default_values")(_resolve)
+    register_resolution_hook("handle_other_validations")(_verify)
+
+
+def _resolve(server_args, previous) -> None:
+    """Early, right after the model's path is known: refuses, and fills in what the user left open."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    previous(server_args)
+    cfg = resolving_view(server_args)
+    if is_recipe(cfg.speculative_draft_kv_cache_dtype):
+        raise UnsupportedConfig(
+            f"--speculative-draft-kv-cache-dtype {cfg.speculative_draft_kv_cache_dtype}",
+            "a draft cache in bf16",
+            "Leave the flag out",
+        )
+    if not is_recipe(cfg.kv_cache_dtype):
+        if BACKEND_NAME in (cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend):
+            raise UnsupportedConfig(
+                f"--attention-backend {BACKEND_NAME} with --kv-cache-dtype {cfg.kv_cache_dtype}",
+                f"that backend with --kv-cache-dtype {', '.join(RECIPES)}",
+                "Choose a recipe or another backend",
+            )
+        return
+    _refuse_flags(cfg)
+    page_size = cfg.page_size or DEFAULT_PAGE_SIZE
+    check_page_size(page_size)
+    backend = _check_model(server_args, cfg)
+    declare_resolution(server_args, SOURCE, page_size=page_size, attention_backend=backend)
+
+
+def _verify(server_args, previous) -> None:
+    """Late, when everything else is resolved: what SGLang or a model changed since must still fit."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    previous(server_args)
+    cfg = resolving_view(server_args)
+    if not is_recipe(cfg.kv_cache_dtype):
+        return
+    check_page_size(cfg.page_size)
+    for backend in attention_backends_of(resolved_view(server_args)):
+        _check_backend(backend, cfg.kv_cache_dtype)
+    # The torch routes read lengths on the host, which a captured graph cannot.
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        graphs = with_phase(resolving_view(server_args).cuda_graph_config, phase, backend=Backend.DISABLED)
+        declare_resolution(server_args, SOURCE, cuda_graph_config=graphs)
+
+
+def _refuse_flags(cfg) -> None:
+    """Raises UnsupportedConfig for the first flag that a packed cache cannot be served with in this version."""
+    dtype = f"--kv-cache-dtype {cfg.kv_cache_dtype}"
+    if cfg.device == "cpu" and not _is_cpu_platform():
+        raise UnsupportedConfig(
+            f"{dtype} with SGLang's own CPU engine", "sglang_quantkv's CPU platform", "Unset SGLANG_USE_CPU_ENGINE"
+        )
+    refused = {
+        "--enable-unified-memory": cfg.enable_unified_memory,
+        "--enable-page-major-kv-layout": cfg.enable_page_major_kv_layout,
+        "--enable-kv-cache-sharding": cfg.enable_kv_cache_sharding,
+        "--prefill-only-disable-kv-cache": cfg.prefill_only_disable_kv_cache,
+        "--enable-hierarchical-cache": cfg.enable_hierarchical_cache,
+        f"--disaggregation-mode {cfg.disaggregation_mode}": cfg.disaggregation_mode != "null",
+        f"--speculative-algorithm {cfg.speculative_algorithm}": cfg.speculative_algorithm is not None,
+        f"--dcp-size {cfg.dcp_size}": cfg.dcp_size > 1,
+        f"--prefill-kv-cache-dequant-dtype {cfg.prefill_kv_cache_dequant_dtype}": (
+            cfg.prefill_kv_cache_dequant_dtype != "auto"
+        ),
+        "--enable-hisparse": cfg.enable_hisparse,
+        "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
+        "--enable-pdmux": cfg.enable_pdmux,
+    }
+    for flag, given in refused.items():
+        if given:
+            raise UnsupportedConfig(f"{flag} with {dtype}", f"{dtype} without this flag", f"Leave {flag.split()[0]} out")
+    for backend in (cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend):
+        _check_backend(backend, cfg.kv_cache_dtype)
+
+
+def _check_backend(backend: str | None, dtype: str) -> None:
+    if backend not in (None, BACKEND_NAME, BACKEND_ALIAS):
+        raise UnsupportedConfig(
+            f"--attention-backend {backend} cannot read --kv-cache-dtype {dtype}",
+            f"--attention-backend {BACKEND_NAME} (or {BACKEND_ALIAS}, which stands for it with this dtype)",
+            "Leave the flag out",
+        )
+
+
+def _check_model(server_args, cfg) -> str:
+    """Refuses models without a packed cache; returns the name under which the model accepts our backend."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.model_config import AttentionArch
+
+    model = model_config_of(server_args)
+    dtype = f"--kv-cache-dtype {cfg.kv_cache_dtype}"
+    architectures = model.hf_config.architectures or ["a model without a named architecture"]
+    advice = "Serve this model with --kv-cache-dtype auto or fp8_e4m3"
+    if model.attention_arch is not AttentionArch.MHA:
+        raise UnsupportedConfig(
+            f"{architectures[0]} caches {model.attention_arch.name} latents, which {dtype} has no records for",
+            "models with multi-head or grouped-query attention",
+            advice,
+        )
+    if model.is_encoder_decoder:
+        raise UnsupportedConfig(f"{architectures[0]} with {dtype} has cross-attention", "decoder-only models", advice)
+    dims = {model.head_dim, model.v_head_dim, model.swa_head_dim, model.swa_v_head_dim}
+    for head_dim in sorted(dims - {None}):
+        check_head_dim(head_dim)
+    if cfg.attention_backend is not None:
+        return cfg.attention_backend
+    return BACKEND_ALIAS if architectures[0].startswith(_INSISTING_ARCHITECTURES) else BACKEND_NAME
+
+
+def _is_cpu_platform() -> bool:
+    from sglang.srt.platforms import current_platform
+
+    return current_platform.is_out_of_tree()
