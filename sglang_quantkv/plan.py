@@ -289,8 +289,9 @@ def main(argv: list[str] | None = None) -> int:
     ratio = args.swa_full_tokens_ratio
     rows = plan_rows(shape, draft, page_size=args.page_size, kv_nbytes=kv_nbytes, ratio=ratio, names=names)
     if args.json:
-        document = {"recipes": [asdict(row) for row in rows]} | vars(args)
-        document |= {"model": asdict(shape), "draft": draft and asdict(draft)}
+        flags = {name: value for name, value in vars(args).items() if name != "json"}
+        models = {"model": asdict(shape), "draft": draft and asdict(draft)}
+        document = {"recipes": [asdict(row) for row in rows]} | flags | models
         print(json.dumps(document, indent=2))
     else:
         print(_table(args, shape, draft, rows))

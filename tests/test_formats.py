@@ -1,4 +1,4 @@
-"""formats.py: names, byte counts and the place of every byte of a page."""
+"""Names, byte counts, and the place of every byte of a page: formats.py, and the records that reference.py writes."""
 
 import copy
 import math
@@ -9,9 +9,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import HEAD_DIMS, K_TOKENS, LAYOUTS, PAGE_SIZES, RECIPES, head_block, padding_nbytes, row_nbytes
+from helpers import (
+    HEAD_DIMS,
+    K_TOKENS,
+    LAYOUTS,
+    PAGE_SIZES,
+    RECIPES,
+    head_block,
+    padding_nbytes,
+    quantize,
+    randn,
+    row_nbytes,
+)
 
 from sglang_quantkv import formats
+from sglang_quantkv import reference as ref
 from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import HeadBlock, Operand, find_recipe, is_recipe
 
@@ -78,6 +90,12 @@ def test_error_says_asked_supported_and_what_to_do():
     error = UnsupportedConfig("--flag 1 is odd", "2, 4", "Use --flag 2")
     assert isinstance(error, ValueError)
     assert str(error) == "sglang_quantkv: --flag 1 is odd. Supported: 2, 4. Use --flag 2."
+
+
+def test_formats_do_not_import_torch():
+    """``--help`` and the planner answer without loading it."""
+    code = "import sys, sglang_quantkv.formats; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- numbers ----------------------------------------------------------------------------------------
@@ -209,7 +227,48 @@ def test_an_equal_block_has_the_same_layout(how, name, operand):
     assert [copied.row_offsets(t) for t in range(32)] == [block.row_offsets(t) for t in range(32)]
 
 
-def test_formats_do_not_import_torch():
-    """``--help`` and the planner answer without loading it."""
-    code = "import sys, sglang_quantkv.formats; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+# ---- records ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGE_SIZES)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("name, operand", LAYOUTS)
+def test_records_byte_for_byte(name, operand, dim, page):
+    """Rows go where permutes put them, padding and other slots keep their bytes, and what was written comes back."""
+    pages, heads, block = 3, 2, make_block(name, operand, dim, page)
+    generator = torch.Generator().manual_seed(1)
+    # A quarter of two pages' slots, in any order, and a whole page.
+    some = torch.randperm(2 * page, generator=generator)[: page // 2]
+    slots = torch.cat((some, torch.arange(2 * page, 3 * page)))
+    x = randn(len(slots), heads, dim)
+    x[5, 1, 3] = math.nan
+    rows, encoded = quantize(name, x), ref.encode(x, block.format)
+    for least in (0xFF, 0):  # poison: all 0xFF, which reads as NaN; and random bytes, which show any move
+        codes, scales, padding = (
+            torch.randint(least, 256, (pages, heads, *shape), dtype=torch.uint8, generator=generator)
+            for shape in (
+                (page, *rows.codes.shape[2:]),
+                (page, *rows.scales.shape[2:]),
+                (padding_nbytes(name, dim, page),),
+            )
+        )
+        records = head_block(name, operand, codes, scales, padding)
+        ref.write_rows(records, block, slots, encoded)
+        codes[slots // page, :, slots % page] = rows.codes
+        scales[slots // page, :, slots % page] = rows.scales
+        assert torch.equal(records, head_block(name, operand, codes, scales, padding))
+        back = ref.read_rows(records, block, slots)
+        assert torch.equal(back, rows.bytes)
+        values = ref.decode_rows(back, block.format, dim)
+        torch.testing.assert_close(values, rows.values, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name, operand", LAYOUTS)
+def test_the_next_owner_of_a_slot_sees_nothing_of_a_row_of_nan(name, operand):
+    block = make_block(name, operand, 64, 32)
+    slots, x = torch.arange(32), randn(32, 1, 64)
+    fresh, reused = torch.zeros(2, 1, 1, block.nbytes, dtype=torch.uint8)
+    ref.write_rows(reused, block, slots, ref.encode(torch.full_like(x, math.nan), block.format))
+    for records in (fresh, reused):
+        ref.write_rows(records, block, slots, ref.encode(x, block.format))
+    assert torch.equal(fresh, reused)
