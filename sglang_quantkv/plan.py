@@ -38,8 +38,7 @@ class LayerGroup:
     """Layers of a model whose keys and values have one shape.
 
     Attributes:
-        layers: how many there are.
-        kv_heads: KV heads per tensor-parallel rank.
+        kv_heads: per tensor-parallel rank.
         head_dim, v_head_dim: elements of a key and of a value.
         window: the window of layers that SGLang gives a smaller pool of their own; None where the pool keeps
             every token, which is also so for windowed layers of models without that split (Gemma 2 and 3).
@@ -82,10 +81,8 @@ class KVShape:
     """What of a model is cached per token, on one rank.
 
     Attributes:
-        architecture: the model's class, as its config names it.
-        model_layers: layers of the model; those in no group (linear attention, Mamba) cache no tokens.
+        model_layers: all layers of the model; those in no group (linear attention, Mamba) cache no tokens.
         context_length: the model's own limit.
-        groups: the layers that cache tokens.
     """
 
     architecture: str

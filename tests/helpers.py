@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 
 PAGE_SIZES = (32, 64, 128)
@@ -19,6 +20,15 @@ RECIPES = {"int8": ("int8", "int8"), "mxfp4": ("mxfp4",) * 2, "fp4_g32": ("fp4_g
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 # Token held by each row of a group of 16 in an int8 K tile.
 K_TOKENS = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """For modules that import it: on a busy machine, threads that share tiny tensors took 6x as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -88,7 +98,7 @@ def padding_nbytes(name: str, dim: int, page_size: int) -> int:
 def head_block(
     name: str, operand: str, codes: torch.Tensor, scales: torch.Tensor, padding: torch.Tensor
 ) -> torch.Tensor:
-    """``[..., bytes]`` of head blocks from ``codes [..., P, bytes]``, ``scales [..., P, scales, width]`` and padding."""
+    """``[..., bytes]`` of head blocks; ``codes [..., P, bytes]``, ``scales [..., P, scales, width]``."""
     if (name, operand) == ("int8", "v"):
         tile = codes.unflatten(-2, (-1, 16)).transpose(-1, -2)  # [P/16][D][16]
     else:

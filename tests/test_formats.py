@@ -16,6 +16,7 @@ from helpers import (
     PAGE_SIZES,
     RECIPES,
     head_block,
+    one_thread,  # noqa: F401
     padding_nbytes,
     quantize,
     randn,
@@ -220,7 +221,7 @@ COPIES = {
 @pytest.mark.parametrize("name, operand", LAYOUTS)
 @pytest.mark.parametrize("how", COPIES)
 def test_an_equal_block_has_the_same_layout(how, name, operand):
-    """SGLang spawns its workers, so blocks may arrive as copies; and equal blocks share one cache entry in reference."""
+    """SGLang spawns its workers, so a block may be a copy; and equal blocks share reference.py's cached offsets."""
     block = make_block(name, operand, 64, 32)
     copied = COPIES[how](block)
     assert copied == block

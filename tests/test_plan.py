@@ -336,6 +336,17 @@ def test_layers_that_are_all_windowed_have_one_pool():
     assert (int8.bytes_per_token, int8.tokens) == (2 * 136, 960)
 
 
+def test_a_hub_name_stands_for_its_cached_config(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository, commit = tmp_path / "models--some--model", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    config = repository / "snapshots" / commit / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    assert find_config("some/model", "--model-path") == config
+
+
 def test_find_config_raises_for_callers():
     with pytest.raises(UnsupportedConfig, match="--model-path no/such-model does not exist"):
         find_config("no/such-model", "--model-path")

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
 from sglang.srt.model_executor.model_runner_components.layer_setup import ModelLayerInfo, resolve_layer_indices
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
     resolve_spec_aux_hidden_state_config,
@@ -136,7 +137,7 @@ def test_plan_is_what_is_allocated(write_config, model, dtype):
     directory = write_config(MODELS[model])
     shape = load_shape(directory / "config.json")
     price = shape.price(RECIPES.get(dtype, 2), PAGE)
-    budget = 1000 * price.nbytes + 17
+    budget = 400 * price.nbytes + 17
     (row,) = plan_rows(shape, kv_nbytes=budget, names=(dtype,))
     with configurator(directory, dtype) as kvc:
         config = kvc.config_from_budget(budget)
@@ -190,7 +191,9 @@ def test_max_total_tokens_caps_and_the_memory_fraction_sets_the_budget(write_con
     directory = write_config(LLAMA)
     fits = 4 * GIB // (32 * 8 * 264) // PAGE * PAGE
     for asked, tokens in ((None, fits), (5000, 5000 // PAGE * PAGE), (fits + 1000, fits)):
-        with configurator(directory, "int8", mem_fraction_static=0.75, max_total_tokens=asked) as kvc:
+        with configurator(
+            directory, "int8", mem_fraction_static=0.75, max_total_tokens=asked, cuda_graph_config=CudaGraphConfig()
+        ) as kvc:
             get_parallel().override_permanently(world_group=SimpleNamespace(cpu_group=None))
             assert kvc._resolve_memory_pool_config(8.0).max_total_num_tokens == tokens
 

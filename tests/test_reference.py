@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers import E2M1, HEAD_DIMS, quantize, randn, row_nbytes
+from helpers import E2M1, HEAD_DIMS, one_thread, quantize, randn, row_nbytes  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays

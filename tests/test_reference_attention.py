@@ -5,7 +5,16 @@ import math
 
 import pytest
 import torch
-from helpers import HEAD_DIMS, PAGE_SIZES, RECIPES, head_block, padding_nbytes, quantize, randn
+from helpers import (
+    HEAD_DIMS,
+    PAGE_SIZES,
+    RECIPES,
+    head_block,
+    one_thread,  # noqa: F401
+    padding_nbytes,
+    quantize,
+    randn,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_quantkv import reference as ref

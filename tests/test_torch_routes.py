@@ -159,3 +159,18 @@ def test_calls_are_counted_by_descriptor():
     before = routes.calls[desc]
     fill_requests(cache, [3, 5], store=routes.store)
     assert routes.calls[desc] == before + 2
+
+
+def test_decode_allocates_nothing_that_grows_with_the_pool(recipe):
+    allocated = []
+    for copies in (1, 16):
+        cache = make_cache(recipe)
+        table = fill_requests(cache, [100, 200])
+        cache = PagedCache(
+            cache.k_records.repeat(copies, 1, 1), cache.v_records.repeat(copies, 1, 1), cache.k_block, cache.v_block
+        )
+        q = torch.randn(2, 6, 64)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            torch_routes.decode(q, cache, table, [100, 200], scale=0.125)
+        allocated.append(sum(max(0, event.self_cpu_memory_usage) for event in profile.events()))
+    assert allocated[0] == allocated[1] > 0

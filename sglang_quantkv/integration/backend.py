@@ -76,13 +76,14 @@ class QuantKVAttnBackend(AttentionBackend):
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """One query per request; shapes as ``forward_extend``."""
+        params = _params(layer, sinks)
         cache = self._prepare(k, v, layer, forward_batch, save_kv_cache)
         out = routes.decode(
             cache,
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self._page_table(layer),
             self.forward_metadata.seq_lens,
-            **_params(layer, sinks),
+            **params,
         )
         return out.flatten(1).to(q.dtype)
 
@@ -96,8 +97,8 @@ class QuantKVAttnBackend(AttentionBackend):
         Returns:
             ``[tokens, Hq * Dv]`` in q's dtype.
         """
-        cache = self._prepare(k, v, layer, forward_batch, save_kv_cache)
         meta, params = self.forward_metadata, _params(layer, sinks)
+        cache = self._prepare(k, v, layer, forward_batch, save_kv_cache)
         parts = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).split(meta.q_lens)
         cached = [n for n, (seq, own) in enumerate(zip(meta.seq_lens, meta.q_lens)) if k is None or seq > own]
         fresh = sorted(set(range(len(parts))) - set(cached))

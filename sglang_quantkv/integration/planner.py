@@ -48,6 +48,9 @@ def load_shape(config: Path, *, tp_size: int = 1, is_draft: bool = False, trust_
             )
             # Without a model this is one pipeline stage that has all layers.
             layer_info = resolve_layer_indices(model=None, model_config=model_config, is_draft_worker=is_draft)
+            return kv_shape(model_config, layer_info, tp_size)
+        except UnsupportedConfig:
+            raise
         except Exception as error:  # a config can break SGLang's and transformers' code in any way
             reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
             raise UnsupportedConfig(
@@ -55,7 +58,6 @@ def load_shape(config: Path, *, tp_size: int = 1, is_draft: bool = False, trust_
                 "models that this version of SGLang serves",
                 "Check the file, or give --trust-remote-code if it brings its own code",
             ) from error
-        return kv_shape(model_config, layer_info, tp_size)
 
 
 @contextmanager
@@ -135,7 +137,7 @@ def _check_attention(architecture: str, model_config) -> None:
         if found:
             raise UnsupportedConfig(
                 f"{architecture} has {what}, whose cache is not one key and value per KV head",
-                "decoder-only models with multi-head or grouped-query attention, also beside linear attention",
+                "decoder-only models with multi-head or grouped-query attention",
                 "Serve this model with --kv-cache-dtype auto or fp8_e4m3",
             )
 
