@@ -140,13 +140,14 @@ class HeadBlock:
     page_size: int
 
     def __post_init__(self):
+        assert self.format not in COMPARISON_FORMATS, f"{self.format.name} has no records"
         check_page_size(self.page_size)
         check_head_dim(self.head_dim)
 
     @property
     def is_token_atom(self) -> bool:
         """Whether an atom runs along tokens (int8 V) rather than along dims."""
-        return self.format is INT8 and self.operand is Operand.V
+        return self.format == INT8 and self.operand == Operand.V
 
     @cached_property
     def payload_nbytes(self) -> int:
@@ -168,7 +169,7 @@ class HeadBlock:
         """Offset in the block of byte ``byte`` of the packed codes of the page's token ``token``."""
         if self.is_token_atom:
             return (token // 16 * self.head_dim + byte) * ATOM_BYTES + token % 16
-        row = int8_k_row(token) if self.format is INT8 else token
+        row = int8_k_row(token) if self.format == INT8 else token
         return (byte // ATOM_BYTES * self.page_size + row) * ATOM_BYTES + byte % ATOM_BYTES
 
     def scale_offset(self, token: int, index: int) -> int:
@@ -194,7 +195,8 @@ class Recipe:
     v: Format
 
     def block(self, operand: Operand, head_dim: int, page_size: int) -> HeadBlock:
-        return HeadBlock(self.k if operand is Operand.K else self.v, operand, head_dim, page_size)
+        operand = Operand(operand)
+        return HeadBlock(self.k if operand == Operand.K else self.v, operand, head_dim, page_size)
 
     def nbytes_per_token(
         self, kv_heads: int, head_dim: int, v_head_dim: int | None = None, page_size: int = DEFAULT_PAGE_SIZE

@@ -39,8 +39,9 @@ def quantize(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
         scales = torch.where(finite, _e8m0_of_amax(amax), formats.E8M0_NAN).to(torch.uint8)
         divisor = e8m0_value(scales)
     else:
-        largest = formats.INT8_MAX if fmt.element == "int8" else _magnitudes(fmt)[-1].item()
-        scales = torch.where(finite, amax / largest, NAN_SCALE)
+        largest = formats.INT8_MAX if fmt.element == "int8" else _magnitudes(fmt)[-1]
+        # By a tensor: torch divides by a Python number on a GPU by multiplying with its reciprocal.
+        scales = torch.where(finite, amax / torch.as_tensor(largest, dtype=amax.dtype, device=amax.device), NAN_SCALE)
         divisor = scales
     has_codes = finite & (amax > 0) & (divisor > 0)
     scaled = torch.where(has_codes[..., None], groups / divisor[..., None], 0.0).flatten(-2)
@@ -108,6 +109,8 @@ def _nearest_code(x: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
 
 def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """uint8 ``[..., row_nbytes]``: the packed codes of each row of ``x [..., D]``, then its scales' bytes."""
+    if not x.numel():
+        return x.new_empty(*x.shape[:-1], fmt.row_nbytes(x.shape[-1]), dtype=torch.uint8)
     codes, scales = quantize(x, fmt)
     return torch.cat((codes.view(torch.uint8), scales.contiguous().view(torch.uint8)), dim=-1)
 
@@ -231,13 +234,16 @@ def extend(
 
     Args:
         q: ``[sum(q_lens), Hq, D]``.
-        page_table: int ``[requests, max_pages]``; entries past a request's last page are never read.
+        page_table: int ``[requests, max_pages]``; entries past a request's last page, or before every query's
+            window, are never read.
         params: as for ``attention``.
     """
     size = cache.k_block.page_size
+    window_left = params.get("window_left", -1)
     out = []
     for request, part in enumerate(q.split(q_lens)):
-        positions = torch.arange(seq_lens[request], device=q.device)
+        first = max(0, seq_lens[request] - q_lens[request] - window_left) if window_left >= 0 else 0
+        positions = torch.arange(first, seq_lens[request], device=q.device)
         slots = page_table[request].long()[positions // size] * size + positions % size
         out.append(attention(part, *cache.read(slots), **params))
     return torch.cat(out)

@@ -46,7 +46,6 @@ class QuantKVPool(MHATokenToKVPool):
                 "a pool sized at start-up, SGLang's default",
                 "Unset the variable",
             )
-        assert size % page_size == 0, f"SGLang sizes pools in whole pages, got {size} slots of pages of {page_size}"
         super().__init__(size, page_size, *args, **kwargs)
         if self.use_hnd or self.kv_cache_layout != "nhd":
             raise UnsupportedConfig(

@@ -83,7 +83,8 @@ def quantize(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
         byte = byte.masked_fill(amax == 0, formats.E8M0_ZERO_BLOCK)
         scales = byte.masked_fill(~amax.isfinite(), formats.E8M0_NAN).to(torch.uint8)
     else:
-        divisor = amax / (formats.INT8_MAX if fmt.element == "int8" else formats.E2M1_MAGNITUDES[-1])
+        # By a tensor: torch divides by a Python number on a GPU by multiplying with its reciprocal.
+        divisor = amax / amax.new_tensor(formats.INT8_MAX if fmt.element == "int8" else formats.E2M1_MAGNITUDES[-1])
         scales = divisor.masked_fill(~amax.isfinite(), torch.nan)
     empty = ~amax.isfinite() | (amax == 0) | (divisor == 0)
     scaled = (groups / divisor[..., None]).masked_fill(empty[..., None], 0.0).flatten(-2)
@@ -108,7 +109,7 @@ def _e2m1_boundaries() -> torch.Tensor:
 def _rows(block: HeadBlock) -> torch.Tensor:
     """int64 ``[P]``: the row of the payload tile that holds each token."""
     tokens = range(block.page_size)
-    return torch.tensor([int8_k_row(t) if block.format is formats.INT8 else t for t in tokens])
+    return torch.tensor([int8_k_row(t) if block.format == formats.INT8 else t for t in tokens])
 
 
 @lru_cache(maxsize=None)
@@ -160,7 +161,21 @@ def _read(records: torch.Tensor, block: HeadBlock, pages: torch.Tensor) -> torch
     return out.flatten(1, 2)
 
 
-def _attend(
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **params) -> torch.Tensor:
+    """Causal attention of one request, as ``reference.attention``, over K ``[Hkv, Tk, D]`` and V ``[Hkv, Tk, Dv]``
+    in float32; ``q [Tq, Hq, D]`` are the last of the Tk positions.
+
+    A non-finite V must show in the queries that see it and in no other, but 0 * NaN is NaN. So where a result
+    is not finite it is computed again with such a V as a zero value and a NaN score.
+    """
+    out = _softmax_attention(q, k, v, **params)
+    if not out.isfinite().all():
+        unsound = ~v.isfinite().all(-1)
+        out = _softmax_attention(q, k, v.masked_fill(unsound[..., None], 0.0), unsound=unsound, **params)
+    return out
+
+
+def _softmax_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -169,18 +184,13 @@ def _attend(
     window_left: int = -1,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    unsound: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of one request, as ``reference.attention``, over K ``[Hkv, Tk, D]`` and V ``[Hkv, Tk, Dv]``
-    in float32; ``q [Tq, Hq, D]`` are the last of the Tk positions."""
+    """``unsound``: bool ``[Hkv, Tk]``, keys whose score is NaN; the rest as ``_attend``."""
     num_queries, num_heads, _ = q.shape
     kv_heads, num_keys, v_dim = v.shape
     group = num_heads // kv_heads
     out = v.new_empty(num_queries, num_heads, v_dim)
-    # A non-finite V must show in the queries that see it and in no other: 0 * NaN would be NaN, so it
-    # becomes a NaN score and a zero value.
-    unsound = ~v.isfinite().all(-1)
-    if has_unsound := bool(unsound.any()):
-        v = v.masked_fill(unsound[..., None], 0.0)
     positions = torch.arange(num_keys, device=q.device)
     for begin in range(0, num_queries, _QUERY_BLOCK):
         block = q[begin : begin + _QUERY_BLOCK].float()
@@ -190,7 +200,7 @@ def _attend(
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.unflatten(1, (group, -1))
-        if has_unsound:
+        if unsound is not None:
             scores.masked_fill_(unsound[:, None, None], torch.nan)
         if num_queries > 1 or window_left >= 0:
             hidden = positions > last[:, None]
@@ -199,9 +209,8 @@ def _attend(
             scores.masked_fill_(hidden, -torch.inf)
         if sinks is not None:
             column = sinks.float().view(kv_heads, group, 1, 1).expand(-1, -1, len(block), 1)
-            p = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
-        else:
-            p = scores.softmax(-1)
+            scores = torch.cat((scores, column), dim=-1)
+        p = scores.softmax(-1)[..., :num_keys]
         values = torch.matmul(p.flatten(1, 2), v).unflatten(1, (group, -1))
         out[begin : begin + len(block)] = values.permute(2, 0, 1, 3).flatten(1, 2)
     return out
