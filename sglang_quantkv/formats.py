@@ -233,9 +233,7 @@ def find_recipe(name: str) -> Recipe:
         UnsupportedConfig: when it names none.
     """
     if not is_recipe(name):
-        raise UnsupportedConfig(
-            f"--kv-cache-dtype {name!r} is not a recipe", ", ".join(RECIPES), "Choose one of these"
-        )
+        raise UnsupportedConfig(f"--kv-cache-dtype {name!r} is not a recipe", ", ".join(RECIPES), "Choose one of these")
     return RECIPES[name.removeprefix(NAME_PREFIX)]
 
 

@@ -7,7 +7,7 @@ it computes attention. Formulas are written from the definitions, not from how a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -125,7 +125,7 @@ def decode_rows(rows: torch.Tensor, fmt: Format, head_dim: int) -> torch.Tensor:
     return dequantize(codes, scales, fmt)
 
 
-@lru_cache(maxsize=None)
+@cache
 def row_offsets(block: HeadBlock) -> torch.Tensor:
     """int64 ``[P, row_nbytes]``: where each byte of each token's row lies in the head block."""
     return torch.tensor([block.row_offsets(token) for token in range(block.page_size)])
@@ -249,8 +249,6 @@ def extend(
     return torch.cat(out)
 
 
-def decode(
-    q: torch.Tensor, cache: PagedCache, page_table: torch.Tensor, seq_lens: list[int], **params
-) -> torch.Tensor:
+def decode(q: torch.Tensor, cache: PagedCache, page_table: torch.Tensor, seq_lens: list[int], **params) -> torch.Tensor:
     """One query per request, ``[requests, Hq, D]``; otherwise as ``extend``."""
     return extend(q, cache, page_table, seq_lens, [1] * len(seq_lens), **params)

@@ -27,9 +27,7 @@ class Server:
             self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
         command = [sys.executable, "-m", "sglang_quantkv.launch_server", "--model-path", str(model)]
         command += ["--served-model-name", "demo", "--port", self.url.rsplit(":", 1)[1], *flags]
-        self.process = subprocess.Popen(
-            command, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True
-        )
+        self.process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none")
         self._wait_until_ready()
 

@@ -282,10 +282,17 @@ def test_host_pool_round_trip_of_whole_pages(recipe, monkeypatch):
 def test_composite_pools_hold_packed_records(recipe):
     from sglang.srt.mem_cache.memory_pool import MambaPool
 
-    common = dict(
-        page_size=32, dtype=torch.uint8, head_num=HEADS, head_dim=DIM, device="cpu", full_attention_layer_ids=[1]
+    common = {
+        "page_size": 32,
+        "dtype": torch.uint8,
+        "head_num": HEADS,
+        "head_dim": DIM,
+        "device": "cpu",
+        "full_attention_layer_ids": [1],
+    }
+    swa = SWAKVPool(
+        size=256, size_swa=128, swa_attention_layer_ids=[0], token_to_kv_pool_class=pool_class(recipe), **common
     )
-    swa = SWAKVPool(size=256, size_swa=128, swa_attention_layer_ids=[0], token_to_kv_pool_class=pool_class(recipe), **common)
     swa.register_mapping(torch.arange(288) % 128)
     hybrid = HybridLinearKVPool(
         size=256, mamba_pool=MambaPool.__new__(MambaPool), full_kv_pool_class=pool_class(recipe), **common

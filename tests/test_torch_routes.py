@@ -49,7 +49,9 @@ AWKWARD_ROWS = {
     "zero": torch.zeros(64),
     "negative zero": torch.full((64,), -0.0),
     "constant": torch.full((64,), 0.001),
-    "ties": torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 4 + [127.0, 0.5, -0.5, 1.5, -1.5, 126.5, 2.5, 3.5] * 4),
+    "ties": torch.tensor(
+        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 4 + [127.0, 0.5, -0.5, 1.5, -1.5, 126.5, 2.5, 3.5] * 4
+    ),
     "subnormal": torch.full((64,), 1e-42),
     "smallest": torch.full((64,), 1e-45),
     "huge": torch.full((64,), 3e38),

@@ -46,6 +46,8 @@ def _platform_class() -> type:
             # SGLang fills in a backend that needs AMX for the device "cpu".
             if server_args.attention_backend == "intel_amx":
                 server_args.attention_backend = self.get_default_attention_backend()
+            # An idle scheduler would spin on a core that requests need.
+            server_args.sleep_on_idle = True
 
         def get_device_total_memory(self, device_id: int = 0) -> int:
             return psutil.virtual_memory().total

@@ -87,7 +87,7 @@ def kv_shape(model_config, layer_info, tp_size: int, dcp_size: int = 1) -> KVSha
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     architecture = model_config.hf_config.architectures[0]
-    _check_attention(architecture, model_config)
+    check_attention(architecture, model_config)
     dim, layers = model_config.head_dim, layer_info.num_effective_layers
     # Where SGLang's builders pass no v_head_dim on, values are as wide as keys, whatever its planner prices.
     group = LayerGroup(layers, model_config.get_num_kv_heads(tp_size, dcp_size), dim, dim)
@@ -122,7 +122,10 @@ def _split_groups(model_config, layer_info, tp_size: int, group: LayerGroup) -> 
     )
 
 
-def _check_attention(architecture: str, model_config) -> None:
+def check_attention(architecture: str, model_config) -> None:
+    """Raises:
+    UnsupportedConfig: unless the model caches one key and one value per KV head and token.
+    """
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_v4, is_minimax_sparse
     from sglang.srt.layers.attention.qsa.config import parse_qsa_profile
 

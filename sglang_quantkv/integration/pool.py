@@ -8,7 +8,7 @@ host copies of a request) goes through the functions below, which take codes and
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from sglang_quantkv.kernels import routes
 from sglang_quantkv.reference import PagedCache, read_rows, write_rows
 
 
-@lru_cache(maxsize=None)
+@cache
 def pool_class(recipe: Recipe) -> type[QuantKVPool]:
     """The pool class of a recipe. SGLang constructs it as it would its own, with no argument for a recipe."""
     return type(f"QuantKVPool[{recipe.name}]", (QuantKVPool,), {"recipe": recipe})
@@ -72,12 +72,12 @@ class QuantKVPool(MHATokenToKVPool):
         return self.page_size
 
     def _create_buffers_normal(self):
-        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
-            with torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext():
-                self.k_buffer, self.v_buffer = (
-                    [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
-                    for shape in self._kv_buffer_shapes()
-                )
+        custom = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), custom:
+            self.k_buffer, self.v_buffer = (
+                [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
+                for shape in self._kv_buffer_shapes()
+            )
 
     def _mha_buffer_info(self):
         """For host copies of whole pages: a record seen as ``P`` rows of ``Hkv`` heads, each an equal share of
@@ -171,7 +171,9 @@ class QuantKVPool(MHATokenToKVPool):
         for index in range(self.layer_num):
             chunks = indices.long().split(self.cpu_offloading_chunk_size)
             buffers = self._slot_buffers(index)
-            copies.append([[read_rows(r, b, chunk).to("cpu", non_blocking=True) for r, b in buffers] for chunk in chunks])
+            copies.append(
+                [[read_rows(r, b, chunk).to("cpu", non_blocking=True) for r, b in buffers] for chunk in chunks]
+            )
         current_platform.synchronize()
         return copies
 

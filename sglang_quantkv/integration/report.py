@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from sglang_quantkv.integration.hooks import Hook
-from sglang_quantkv.integration.resolution import SOURCE
+from sglang_quantkv.integration.resolution import REASONS, SOURCE
 from sglang_quantkv.integration.selection import recipe_of
 
 logger = logging.getLogger("sglang_quantkv")
@@ -65,9 +65,14 @@ def _pool_report(name: str, pool) -> dict:
 
 
 def _declared(server_args) -> dict[str, str]:
-    """What this package decided where the user left it open, by argument."""
+    """What this package decided where the user left it open, by argument, with the reason."""
+
+    def text(value) -> str:
+        phases = [f"{name} {getattr(value, name).backend}" for name in ("decode", "prefill") if hasattr(value, name)]
+        return ", ".join(phases) or str(value)
+
     return {
-        field: str(value)
+        field: f"{text(value)} ({REASONS[field]})"
         for source, fields in getattr(server_args, "_resolved_overrides", None) or ()
         if source == SOURCE
         for field, value in fields.items()
@@ -81,13 +86,19 @@ def startup_block(report: dict) -> str:
         dims = f"D {pool['head_dim']}" + (f"/{pool['v_head_dim']}" if pool["v_head_dim"] != pool["head_dim"] else "")
         bf16, fp8 = pool["bf16"], pool["fp8"]
         lines += [
-            f"  {pool['layers']} layers: {pool['num_layers']} x {pool['kv_heads']} KV heads x {dims}, stored as "
-            f"{pool['dtype']}, {pool['bytes'] / 2**20:,.1f} MiB",
-            f"    bytes per token {pool['bytes_per_token']:,} ({pool['bytes_per_token_per_layer']:,} per layer); "
-            f"bf16 {bf16['bytes_per_token']:,} ({bf16['bytes_per_token'] / pool['bytes_per_token']:.2f}x); "
-            f"fp8 {fp8['bytes_per_token']:,} ({fp8['bytes_per_token'] / pool['bytes_per_token']:.2f}x)",
-            f"    tokens {pool['tokens']:,}; in the same bytes: bf16 {bf16['tokens_in_same_bytes']:,}, "
-            f"fp8 {fp8['tokens_in_same_bytes']:,}",
+            (
+                f"  {pool['layers']} layers: {pool['num_layers']} x {pool['kv_heads']} KV heads x {dims}, stored as "
+                f"{pool['dtype']}, {pool['bytes'] / 2**20:,.1f} MiB"
+            ),
+            (
+                f"    bytes per token {pool['bytes_per_token']:,} ({pool['bytes_per_token_per_layer']:,} per layer); "
+                f"bf16 {bf16['bytes_per_token']:,} ({bf16['bytes_per_token'] / pool['bytes_per_token']:.2f}x); "
+                f"fp8 {fp8['bytes_per_token']:,} ({fp8['bytes_per_token'] / pool['bytes_per_token']:.2f}x)"
+            ),
+            (
+                f"    tokens {pool['tokens']:,}; in the same bytes: bf16 {bf16['tokens_in_same_bytes']:,}, "
+                f"fp8 {fp8['tokens_in_same_bytes']:,}"
+            ),
         ]
     lines += [f"  {phase}: {', '.join(names)}" for phase, names in report["kernels"].items()]
     lines += [f"  set by sglang_quantkv: {field} = {value}" for field, value in report["declared"].items()]

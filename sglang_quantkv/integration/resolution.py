@@ -14,6 +14,7 @@ from sglang_quantkv.formats import (
     check_page_size,
     is_recipe,
 )
+from sglang_quantkv.integration.planner import check_attention
 
 BACKEND_NAME = "quantkv"
 # Models that accept only backends from a list of SGLang's get ours behind a name on their list.
@@ -21,6 +22,12 @@ BACKEND_ALIAS = "triton"
 _INSISTING_ARCHITECTURES = ("GptOss", "Gemma4", "Llama4", "Exaone4", "IQuestQ1", "Inkling")
 
 SOURCE = "sglang_quantkv"
+# What is declared under that name where the user left it open, and why; the start-up block shows it.
+REASONS = {
+    "page_size": "records are laid out by page",
+    "attention_backend": "the one that reads packed pages",
+    "cuda_graph_config": "the torch routes read lengths on the host, which a captured graph cannot",
+}
 
 
 def register_resolution() -> None:
@@ -56,7 +63,10 @@ def _resolve(server_args, previous) -> None:
     page_size = cfg.page_size or DEFAULT_PAGE_SIZE
     check_page_size(page_size)
     backend = _check_model(server_args, cfg)
-    declare_resolution(server_args, SOURCE, page_size=page_size, attention_backend=backend)
+    if cfg.page_size is None:
+        declare_resolution(server_args, SOURCE, page_size=page_size)
+    if cfg.attention_backend is None:
+        declare_resolution(server_args, SOURCE, attention_backend=backend)
 
 
 def _verify(server_args, previous) -> None:
@@ -72,9 +82,10 @@ def _verify(server_args, previous) -> None:
     check_page_size(cfg.page_size)
     for backend in attention_backends_of(resolved_view(server_args)):
         _check_backend(backend, cfg.kv_cache_dtype)
-    # The torch routes read lengths on the host, which a captured graph cannot.
+    graphs = cfg.cuda_graph_config
     for phase in (Phase.DECODE, Phase.PREFILL):
-        graphs = with_phase(resolving_view(server_args).cuda_graph_config, phase, backend=Backend.DISABLED)
+        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    if cfg.device != "cpu" and graphs != cfg.cuda_graph_config:
         declare_resolution(server_args, SOURCE, cuda_graph_config=graphs)
 
 
@@ -103,7 +114,9 @@ def _refuse_flags(cfg) -> None:
     }
     for flag, given in refused.items():
         if given:
-            raise UnsupportedConfig(f"{flag} with {dtype}", f"{dtype} without this flag", f"Leave {flag.split()[0]} out")
+            raise UnsupportedConfig(
+                f"{flag} with {dtype}", f"{dtype} without this flag", f"Leave {flag.split()[0]} out"
+            )
     for backend in (cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend):
         _check_backend(backend, cfg.kv_cache_dtype)
 
@@ -120,26 +133,15 @@ def _check_backend(backend: str | None, dtype: str) -> None:
 def _check_model(server_args, cfg) -> str:
     """Refuses models without a packed cache; returns the name under which the model accepts our backend."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.configs.model_config import AttentionArch
 
     model = model_config_of(server_args)
-    dtype = f"--kv-cache-dtype {cfg.kv_cache_dtype}"
-    architectures = model.hf_config.architectures or ["a model without a named architecture"]
-    advice = "Serve this model with --kv-cache-dtype auto or fp8_e4m3"
-    if model.attention_arch is not AttentionArch.MHA:
-        raise UnsupportedConfig(
-            f"{architectures[0]} caches {model.attention_arch.name} latents, which {dtype} has no records for",
-            "models with multi-head or grouped-query attention",
-            advice,
-        )
-    if model.is_encoder_decoder:
-        raise UnsupportedConfig(f"{architectures[0]} with {dtype} has cross-attention", "decoder-only models", advice)
-    dims = {model.head_dim, model.v_head_dim, model.swa_head_dim, model.swa_v_head_dim}
-    for head_dim in sorted(dims - {None}):
+    architecture = (model.hf_config.architectures or ["a model without a named architecture"])[0]
+    check_attention(architecture, model)
+    for head_dim in sorted({model.head_dim, model.v_head_dim, model.swa_head_dim, model.swa_v_head_dim}):
         check_head_dim(head_dim)
     if cfg.attention_backend is not None:
         return cfg.attention_backend
-    return BACKEND_ALIAS if architectures[0].startswith(_INSISTING_ARCHITECTURES) else BACKEND_NAME
+    return BACKEND_ALIAS if architecture.startswith(_INSISTING_ARCHITECTURES) else BACKEND_NAME
 
 
 def _is_cpu_platform() -> bool:

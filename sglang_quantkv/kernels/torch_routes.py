@@ -6,9 +6,10 @@ rounding of float32 sums. Only the pages of the requests at hand are read, whate
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_quantkv import formats
 from sglang_quantkv.formats import Format, HeadBlock, int8_k_row
@@ -37,10 +38,25 @@ def store(cache: PagedCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 def first_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_lens: list[int], **params) -> torch.Tensor:
     """Requests without a cached prefix attend to their own unquantized K and V; as ``reference.first_chunk``."""
-    parts = zip(q.split(q_lens), k.split(q_lens), v.split(q_lens))
     return torch.cat(
-        [_attend(q_, k_.float().transpose(0, 1), v_.float().transpose(0, 1), **params) for q_, k_, v_ in parts]
+        [_own_attention(*part, **params) for part in zip(q.split(q_lens), k.split(q_lens), v.split(q_lens))]
     )
+
+
+def _own_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **params) -> torch.Tensor:
+    """Causal attention of one request over K ``[Tq, Hkv, D]`` and V ``[Tq, Hkv, Dv]`` of its own; by torch's fused
+    kernel, in the inputs' dtype, where that computes the same thing."""
+    q_heads, k_heads, v_heads = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    if (
+        not 0 <= params.get("window_left", -1) < len(q) - 1
+        and not params.get("softcap")
+        and params.get("sinks") is None
+    ):
+        batch = (q_heads[None], k_heads[None], v_heads[None])
+        out = scaled_dot_product_attention(*batch, is_causal=True, scale=params["scale"], enable_gqa=True)
+        if out.isfinite().all():
+            return out[0].transpose(0, 1).float()
+    return _attend(q, k_heads.float(), v_heads.float(), **params)
 
 
 def extend(
@@ -63,9 +79,7 @@ def extend(
     return torch.cat(out)
 
 
-def decode(
-    q: torch.Tensor, cache: PagedCache, page_table: torch.Tensor, seq_lens: list[int], **params
-) -> torch.Tensor:
+def decode(q: torch.Tensor, cache: PagedCache, page_table: torch.Tensor, seq_lens: list[int], **params) -> torch.Tensor:
     """One query per request, ``[requests, Hq, D]``; as ``reference.decode``."""
     return extend(q, cache, page_table, seq_lens, [1] * len(seq_lens), **params)
 
@@ -95,7 +109,7 @@ def quantize(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
     return codes[..., 0::2] | codes[..., 1::2] << 4, scales
 
 
-@lru_cache(maxsize=None)
+@cache
 def _e2m1_boundaries() -> torch.Tensor:
     """float32 ``[7]``: a magnitude's code is the number of boundaries below it. A midpoint is a tie and goes to
     the even code: up where the lower code is odd, hence the boundary just below the midpoint there."""
@@ -105,14 +119,14 @@ def _e2m1_boundaries() -> torch.Tensor:
     return midpoints
 
 
-@lru_cache(maxsize=None)
+@cache
 def _rows(block: HeadBlock) -> torch.Tensor:
     """int64 ``[P]``: the row of the payload tile that holds each token."""
     tokens = range(block.page_size)
     return torch.tensor([int8_k_row(t) if block.format == formats.INT8 else t for t in tokens])
 
 
-@lru_cache(maxsize=None)
+@cache
 def _e2m1_pairs() -> torch.Tensor:
     """float64 ``[256]``: the two float32 values of each byte of packed e2m1 codes, as one 8-byte element."""
     magnitudes = torch.tensor(formats.E2M1_MAGNITUDES)
@@ -191,26 +205,29 @@ def _softmax_attention(
     kv_heads, num_keys, v_dim = v.shape
     group = num_heads // kv_heads
     out = v.new_empty(num_queries, num_heads, v_dim)
-    positions = torch.arange(num_keys, device=q.device)
     for begin in range(0, num_queries, _QUERY_BLOCK):
         block = q[begin : begin + _QUERY_BLOCK].float()
-        last = torch.arange(len(block), device=q.device) + num_keys - num_queries + begin
+        # Only the keys that some query of the block sees.
+        end = num_keys - num_queries + begin + len(block)
+        start = max(0, end - len(block) - window_left) if window_left >= 0 else 0
         grouped = block.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [Hkv, G, Tq, D]
-        scores = torch.matmul(grouped.flatten(1, 2), k.transpose(1, 2)).mul_(scale)
+        scores = torch.matmul(grouped.flatten(1, 2), k[:, start:end].transpose(1, 2)).mul_(scale)
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.unflatten(1, (group, -1))
         if unsound is not None:
-            scores.masked_fill_(unsound[:, None, None], torch.nan)
-        if num_queries > 1 or window_left >= 0:
-            hidden = positions > last[:, None]
+            scores.masked_fill_(unsound[:, None, None, start:end], torch.nan)
+        if len(block) > 1:
+            keys = torch.arange(start, end, device=q.device)
+            last = torch.arange(end - len(block), end, device=q.device)[:, None]
+            hidden = keys > last
             if window_left >= 0:
-                hidden |= positions < last[:, None] - window_left
+                hidden |= keys < last - window_left
             scores.masked_fill_(hidden, -torch.inf)
         if sinks is not None:
             column = sinks.float().view(kv_heads, group, 1, 1).expand(-1, -1, len(block), 1)
             scores = torch.cat((scores, column), dim=-1)
-        p = scores.softmax(-1)[..., :num_keys]
-        values = torch.matmul(p.flatten(1, 2), v).unflatten(1, (group, -1))
+        p = scores.softmax(-1)[..., : end - start]
+        values = torch.matmul(p.flatten(1, 2), v[:, start:end]).unflatten(1, (group, -1))
         out[begin : begin + len(block)] = values.permute(2, 0, 1, 3).flatten(1, 2)
     return out

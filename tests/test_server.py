@@ -1,0 +1,261 @@
+"""Real servers and a real OpenAI client, on the CPU."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import prompts
+import pytest
+import torch
+
+from sglang_quantkv import reference
+from sglang_quantkv.formats import RECIPES
+
+# Every page size, the overlap schedule on and off, both recipes; a chunk of two pages, so that prompts need several.
+SERVED = {
+    "int8": ("--kv-cache-dtype", "int8", "--page-size", "64", "--chunked-prefill-size", "128"),
+    "mxfp4": (
+        *("--kv-cache-dtype", "mxfp4", "--page-size", "32", "--chunked-prefill-size", "128"),
+        "--disable-overlap-schedule",
+    ),
+}
+POOL = ("--max-total-tokens", "8192", "--enable-cache-report")
+# A pool that four of the requests below overflow.
+SMALL = ("--dtype", "float32", "--page-size", "128", "--max-total-tokens", "1024", "--max-running-requests", "8")
+BASELINE = ("--kv-cache-dtype", "auto", "--attention-backend", "torch_native", "--page-size", "64", *POOL)
+
+
+@pytest.fixture(params=SERVED)
+def recipe(request):
+    return request.param
+
+
+@pytest.fixture
+def server(serve, recipe):
+    return serve(*SERVED[recipe], *POOL)
+
+
+@pytest.fixture
+def small(serve, recipe):
+    return serve("--kv-cache-dtype", recipe, *SMALL)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(demo_model)
+
+
+def chat(client: openai.OpenAI, text: str, **kwargs):
+    return client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": text}], temperature=0, **kwargs
+    )
+
+
+def random_ids(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(100, 40000) for _ in range(length)]
+
+
+def test_chat(server):
+    answer = chat(server.client, "What is the capital of France?", max_tokens=40)
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_streaming_gives_the_same_text(server):
+    question = "List three colours."
+    whole = chat(server.client, question, max_tokens=30).choices[0].message.content
+    chunks = list(chat(server.client, question, max_tokens=30, stream=True))
+    pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(pieces) == whole
+    assert sum(bool(piece) for piece in pieces) > 3
+
+
+def test_sixteen_requests_at_once(server):
+    questions = [f"What is {n} plus {n}?" for n in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda q: chat(server.client, q, max_tokens=12), questions))
+    assert all(a.choices[0].message.content.strip() for a in answers)
+    assert all(a.usage.completion_tokens <= 12 for a in answers)
+
+
+def test_a_prompt_of_three_and_a_half_chunks_and_its_radix_hit(server):
+    """The first run takes four chunks; the second one finds all whole pages of the prompt cached. All but the
+    first chunk read packed pages both times, so greedy text agrees unless the first chunk's precision matters."""
+    prompt = random_ids(448, seed=1)
+    before = server.quantkv()["calls"]
+    cold = server.generate(prompt, 24)
+    after = server.quantkv()["calls"]
+    hit = server.generate(prompt, 24)
+    assert cold["meta_info"]["cached_tokens"] == 0
+    assert hit["meta_info"]["cached_tokens"] >= 384
+    assert server.generate(prompt, 24)["output_ids"] == hit["output_ids"]
+    assert cold["output_ids"][0] == hit["output_ids"][0]
+
+    def calls(phase: str) -> int:
+        return sum(after.get(k, 0) - before.get(k, 0) for k in after if k.startswith(phase))
+
+    layers = server.quantkv()["pools"][0]["num_layers"]
+    assert calls("first_chunk") == layers
+    assert calls("extend") == 3 * layers
+    # The last of 24 tokens is never written; the overlap schedule runs one step more than it needs.
+    assert calls("decode") in (23 * layers, 24 * layers)
+
+
+def test_the_same_chat_twice_hits_the_cache(server):
+    question = "Tell me about the moon. " * 20
+    first = chat(server.client, question, max_tokens=5)
+    again = chat(server.client, question, max_tokens=5)
+    assert first.usage.prompt_tokens == again.usage.prompt_tokens > 100
+    assert again.usage.prompt_tokens_details.cached_tokens >= 64
+
+
+def test_an_abort_leaves_the_others_alone(server):
+    prompt = random_ids(60, seed=3)
+    alone = server.generate(prompt, 40)["output_ids"]
+    stream = chat(server.client, "Count to one thousand.", max_tokens=500, stream=True)
+    next(iter(stream))
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(server.generate, prompt, 40)
+        time.sleep(0.5)
+        stream.close()
+        assert beside.result()["output_ids"] == alone
+    assert server.generate(prompt, 40)["output_ids"] == alone
+
+
+def test_server_info_reads_the_live_pool(server, recipe):
+    info = server.quantkv()
+    pool = info["pools"][0]
+    per_token = RECIPES[recipe].nbytes_per_token(3, 64, page_size=info["page_size"])
+    assert info["recipe"] == recipe and info["device"] == "cpu"
+    assert pool["dtype"] == "uint8" and pool["tokens"] == 8192
+    assert pool["bytes_per_token_per_layer"] == per_token
+    assert pool["bytes"] == info["pool_bytes"] == 30 * per_token * (8192 + info["page_size"])
+    assert info["kernels"]["decode"] == [f"decode_{recipe}_d64_p{info['page_size']}_torch"]
+    assert "attention_backend" in info["declared"] and "page_size" not in info["declared"]
+    log = server.log.read_text()
+    assert f"sglang_quantkv: {recipe} KV cache, pages of {info['page_size']}" in log
+    assert f"bytes per token {30 * per_token:,}" in log
+
+
+def test_counters_of_server_info_are_live(server):
+    before = sum(server.quantkv()["calls"].values())
+    server.generate(random_ids(5, seed=4), 3)
+    assert sum(server.quantkv()["calls"].values()) > before
+
+
+# ---- small pool, float32 -------------------------------------------------------------------------------
+
+
+def test_retracted_requests_finish_with_the_text_they_have_alone(small):
+    """Four requests that grow past the pool together: the scheduler must take some back and run them again.
+
+    Prompts are shorter than a page, so a request that runs again starts cold, as it does alone; its first
+    chunk then also covers the tokens that it had generated, in high precision instead of from packed pages.
+    """
+    asked = [random_ids(100, seed=10 + n) for n in range(4)]
+    small.flush_cache()
+    alone = [small.generate(ids, 250)["output_ids"] for ids in asked]
+    small.flush_cache()
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda ids: small.generate(ids, 250), asked))
+    retractions = sum(r["meta_info"]["num_retractions"] for r in together)
+    assert retractions > 0
+    kept = [n for n, r in enumerate(together) if r["meta_info"]["num_retractions"] == 0]
+    assert kept and all(together[n]["output_ids"] == alone[n] for n in kept)
+    for result, expected in zip(together, alone):
+        assert len(result["output_ids"]) == 250
+        assert result["output_ids"][:100] == expected[:100]
+
+
+def test_a_request_longer_than_the_pool_is_refused_and_the_server_lives(small):
+    prompt = " ".join(["word"] * 3000)
+    with pytest.raises(openai.BadRequestError, match="longer than|exceeds|too long|maximum"):
+        small.client.completions.create(model="demo", prompt=prompt, max_tokens=10, temperature=0)
+    assert len(small.generate([1, 2, 3], 4)["output_ids"]) == 4
+
+
+def reference_tokens(model, recipe, ids: list[int], count: int) -> list[int]:
+    """Greedy tokens of transformers over a cache that ``reference`` quantizes, by the server's rule: the first
+    chunk is attended to as it is, everything later reads what the quantized cache gives back."""
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class PackedDynamicLayer(DynamicLayer):
+        def update(self, key_states, value_states, *args, **kwargs):
+            is_first_chunk = not self.is_initialized
+            k = reference.fake_quantize(key_states, recipe.k).to(key_states.dtype)
+            v = reference.fake_quantize(value_states, recipe.v).to(value_states.dtype)
+            packed = super().update(k, v, *args, **kwargs)
+            return (key_states, value_states) if is_first_chunk else packed
+
+    layers = [PackedDynamicLayer() for _ in range(model.config.num_hidden_layers)]
+    with torch.inference_mode():
+        out = model.generate(
+            torch.tensor([ids]),
+            past_key_values=Cache(layers=layers),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+        )
+    return out[0, len(ids) :].tolist()
+
+
+def test_served_tokens_equal_transformers_over_the_reference_cache(small, recipe, demo_model, tokenizer):
+    """Twelve of twelve prompts, fifty tokens each: the integration loses nothing that the recipe does not."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    served, expected = [], []
+    for ids in prompts.token_ids(tokenizer):
+        small.flush_cache()
+        served.append(small.generate(ids, prompts.TOKENS)["output_ids"])
+        expected.append(reference_tokens(model, RECIPES[recipe], ids, prompts.TOKENS))
+    assert prompts.sequence_exact(served, expected) == 1.0
+
+
+# ---- against SGLang's own bf16 cache -------------------------------------------------------------------
+
+
+def test_greedy_text_against_the_bf16_cache(serve, server, recipe, tokenizer):
+    baseline = serve(*BASELINE)
+    runs = [
+        [s.generate(ids, prompts.TOKENS)["output_ids"] for ids in prompts.token_ids(tokenizer)]
+        for s in (server, baseline)
+    ]
+    match, exact = prompts.token_match(*runs), prompts.sequence_exact(*runs)
+    print(f"\n{recipe} against bf16: token match {match:.1%}, sequence exact {exact:.1%}")
+    assert match > 0.8 or recipe != "int8"
+
+
+def decode_seconds(server, context: int, tokens: int = 16) -> float:
+    """Seconds per decoded token after a prompt of ``context`` tokens that is cached already; median of 3."""
+    prompt = random_ids(context, seed=context)
+    server.generate(prompt, 1)
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        server.generate(prompt, count)
+        return time.perf_counter() - start
+
+    return statistics.median((seconds(tokens + 1) - seconds(1)) / tokens for _ in range(3))
+
+
+def test_decode_at_2k_is_at_most_half_as_slow_again_as_torch_native(serve, server, recipe):
+    baseline = serve(*BASELINE)
+    ours, theirs = decode_seconds(server, 2048), decode_seconds(baseline, 2048)
+    print(f"\n{recipe} decode at 2,048 tokens: {ours * 1e3:.1f} ms, torch_native bf16 {theirs * 1e3:.1f} ms")
+    assert ours <= 1.5 * theirs
+
+
+def test_decode_does_not_slow_down_with_the_pool(serve, server, recipe):
+    large = serve(*SERVED[recipe], "--max-total-tokens", "131072")
+    ours, theirs = decode_seconds(large, 512), decode_seconds(server, 512)
+    print(f"\n{recipe} decode at 512 tokens: pool of 131,072 {ours * 1e3:.1f} ms, of 8,192 {theirs * 1e3:.1f} ms")
+    assert ours <= 1.25 * theirs
