@@ -10,7 +10,7 @@ import os
 import sys
 
 from sglang_quantkv.errors import UnsupportedConfig
-from sglang_quantkv.formats import RECIPES
+from sglang_quantkv.formats import RECIPES, is_recipe
 
 DEFAULT_DTYPE = "int8"
 
@@ -50,9 +50,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    from sglang_quantkv.integration.plugin import verify
+    from sglang_quantkv.integration.plugin import check_version, dtype_choices, verify
+    from sglang_quantkv.integration.resolution import refuse_cpu_engine
 
+    check_version()
     argv = _apply_defaults(argv)
+    if is_recipe(dtype := _value(argv, "--kv-cache-dtype")):
+        refuse_cpu_engine(dtype)  # before SGLang is imported: without its CPU kernels that fails
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -61,6 +65,13 @@ def _serve(argv: list[str]) -> int:
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
+    if dtype not in dtype_choices():
+        own = [name for name in dtype_choices() if not is_recipe(name)]
+        raise UnsupportedConfig(
+            f"--kv-cache-dtype {dtype} is unknown",
+            f"{', '.join(RECIPES)}, and SGLang's own {', '.join(own)}",
+            "Choose one of these",
+        )
 
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
@@ -96,6 +107,13 @@ def _apply_defaults(argv: list[str]) -> list[str]:
 
 def _has(argv: list[str], *flags: str) -> bool:
     return any(a.split("=", 1)[0] in flags for a in argv)
+
+
+def _value(argv: list[str], flag: str) -> str | None:
+    """The last value given for a flag, as argparse would take it."""
+    values = [a.split("=", 1)[1] for a in argv if a.startswith(flag + "=")]
+    values += [value for a, value in zip(argv, argv[1:]) if a == flag]
+    return values[-1] if values else None
 
 
 if __name__ == "__main__":

@@ -19,37 +19,44 @@ from sglang_quantkv.integration.selection import STORE_DTYPE, recipe_of
 SGLANG_VERSION = "0.5.23"
 
 
-def register() -> None:
-    """The entry point; see the module's docstring.
+# Why the plugin is not in place in this process; None once it is.
+_failure: Exception | None = RuntimeError("SGLang did not run it; leave SGLANG_PLUGINS and SGLANG_PLATFORM unset")
 
-    Raises:
-        UnsupportedConfig: on another version of SGLang.
+
+def register() -> None:
+    """The entry point; see the module's docstring. Raises whatever goes wrong, for SGLang to log."""
+    global _failure
+    try:
+        check_version()
+        _register_backend()
+        register_resolution()
+        register_hooks(HOOKS)
+        _offer_dtype_names()
+    except Exception as error:
+        _failure = error
+        raise
+    _failure = None
+
+
+def check_version() -> None:
+    """Raises:
+    UnsupportedConfig: on another version of SGLang than the one this package is written for.
     """
-    global _registered
     if (found := version("sglang")) != SGLANG_VERSION:
         raise UnsupportedConfig(
             f"SGLang {found} is installed", f"SGLang {SGLANG_VERSION}", f"pip install sglang=={SGLANG_VERSION}"
         )
-    _register_backend()
-    register_resolution()
-    register_hooks(HOOKS)
-    _offer_dtype_names()
-    _registered = True
-
-
-_registered = False
 
 
 def verify() -> None:
     """Raises:
     RuntimeError: unless the plugin registered and SGLang applied all of its hooks in this process.
     """
-    if not _registered:
+    if _failure is not None:
         raise RuntimeError(
-            "sglang_quantkv: the plugin did not register (SGLang's log has the exception); refusing to serve a "
-            "cache that is not what was asked for. Reinstall sglang_quantkv, and leave SGLANG_PLUGINS and "
-            "SGLANG_PLATFORM unset."
-        )
+            f"sglang_quantkv: the plugin did not register: {_failure}. Refusing to serve a cache that is not what "
+            "was asked for; reinstall sglang_quantkv."
+        ) from _failure
     if missing := missing_hooks(HOOKS):
         details = "; ".join(f"{hook.target} ({hook.why})" for hook in missing)
         raise RuntimeError(
@@ -58,13 +65,17 @@ def verify() -> None:
         )
 
 
-def _offer_dtype_names() -> None:
-    """Lets argparse accept our names; SGLang has no official way to."""
+def dtype_choices() -> list[str]:
+    """The very list of ``--kv-cache-dtype`` values that argparse accepts; SGLang has no official way to extend it."""
     from sglang.srt.server_args import ServerArgs
 
-    for argument in ServerArgs.__annotations__["kv_cache_dtype"].__metadata__:
-        if getattr(argument, "choices", None) is not None:
-            argument.choices.extend(name for name in DTYPE_NAMES if name not in argument.choices)
+    metadata = ServerArgs.__annotations__["kv_cache_dtype"].__metadata__
+    return next(argument.choices for argument in metadata if getattr(argument, "choices", None) is not None)
+
+
+def _offer_dtype_names() -> None:
+    choices = dtype_choices()
+    choices.extend(name for name in DTYPE_NAMES if name not in choices)
 
 
 def _register_backend() -> None:

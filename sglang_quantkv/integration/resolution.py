@@ -6,6 +6,8 @@ calls this a resolution hook, an official extension point.
 
 from __future__ import annotations
 
+import os
+
 from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import (
     DEFAULT_PAGE_SIZE,
@@ -92,10 +94,7 @@ def _verify(server_args, previous) -> None:
 def _refuse_flags(cfg) -> None:
     """Raises UnsupportedConfig for the first flag that a packed cache cannot be served with in this version."""
     dtype = f"--kv-cache-dtype {cfg.kv_cache_dtype}"
-    if cfg.device == "cpu" and not _is_cpu_platform():
-        raise UnsupportedConfig(
-            f"{dtype} with SGLang's own CPU engine", "sglang_quantkv's CPU platform", "Unset SGLANG_USE_CPU_ENGINE"
-        )
+    refuse_cpu_engine(cfg.kv_cache_dtype)
     refused = {
         "--enable-unified-memory": cfg.enable_unified_memory,
         "--enable-page-major-kv-layout": cfg.enable_page_major_kv_layout,
@@ -121,6 +120,16 @@ def _refuse_flags(cfg) -> None:
         _check_backend(backend, cfg.kv_cache_dtype)
 
 
+def refuse_cpu_engine(dtype: str) -> None:
+    """Raises UnsupportedConfig where SGLang's own CPU engine is asked for; its kernels write unpacked pages."""
+    if os.getenv("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        raise UnsupportedConfig(
+            f"--kv-cache-dtype {dtype} with SGLang's own CPU engine (SGLANG_USE_CPU_ENGINE=1)",
+            "sglang_quantkv's CPU platform, which is used without that variable",
+            "Unset SGLANG_USE_CPU_ENGINE",
+        )
+
+
 def _check_backend(backend: str | None, dtype: str) -> None:
     if backend not in (None, BACKEND_NAME, BACKEND_ALIAS):
         raise UnsupportedConfig(
@@ -142,9 +151,3 @@ def _check_model(server_args, cfg) -> str:
     if cfg.attention_backend is not None:
         return cfg.attention_backend
     return BACKEND_ALIAS if architecture.startswith(_INSISTING_ARCHITECTURES) else BACKEND_NAME
-
-
-def _is_cpu_platform() -> bool:
-    from sglang.srt.platforms import current_platform
-
-    return current_platform.is_out_of_tree()
