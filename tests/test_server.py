@@ -25,7 +25,7 @@ SERVED = {
 }
 POOL = ("--max-total-tokens", "8192", "--enable-cache-report")
 # A pool that four of the requests below overflow.
-SMALL = ("--dtype", "float32", "--page-size", "128", "--max-total-tokens", "1024", "--max-running-requests", "8")
+SMALL = ("--dtype", "float32", "--page-size", "128", "--max-total-tokens", "640", "--schedule-conservativeness", "0.1")
 BASELINE = ("--kv-cache-dtype", "auto", "--attention-backend", "torch_native", "--page-size", "64", *POOL)
 
 
@@ -155,25 +155,22 @@ def test_counters_of_server_info_are_live(server):
 # ---- small pool, float32 -------------------------------------------------------------------------------
 
 
-def test_retracted_requests_finish_with_the_text_they_have_alone(small):
+def test_retracted_requests_finish_with_the_text_they_have_alone(small, tokenizer):
     """Four requests that grow past the pool together: the scheduler must take some back and run them again.
 
     Prompts are shorter than a page, so a request that runs again starts cold, as it does alone; its first
     chunk then also covers the tokens that it had generated, in high precision instead of from packed pages.
     """
-    asked = [random_ids(100, seed=10 + n) for n in range(4)]
+    asked = [ids[-100:] for ids in prompts.token_ids(tokenizer)[:4]]
     small.flush_cache()
-    alone = [small.generate(ids, 250)["output_ids"] for ids in asked]
+    alone = [small.generate(ids, 130)["output_ids"] for ids in asked]
     small.flush_cache()
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda ids: small.generate(ids, 250), asked))
-    retractions = sum(r["meta_info"]["num_retractions"] for r in together)
-    assert retractions > 0
-    kept = [n for n, r in enumerate(together) if r["meta_info"]["num_retractions"] == 0]
-    assert kept and all(together[n]["output_ids"] == alone[n] for n in kept)
-    for result, expected in zip(together, alone):
-        assert len(result["output_ids"]) == 250
-        assert result["output_ids"][:100] == expected[:100]
+        together = list(pool.map(lambda ids: small.generate(ids, 130), asked))
+    print([r["meta_info"]["num_retractions"] for r in together])
+    print([next((i for i,(x,y) in enumerate(zip(a,r["output_ids"])) if x!=y),None) for a,r in zip(alone,together)])
+    assert sum(r["meta_info"]["num_retractions"] for r in together) > 0
+    assert [r["output_ids"] for r in together] == alone
 
 
 def test_a_request_longer_than_the_pool_is_refused_and_the_server_lives(small):
@@ -200,6 +197,7 @@ def reference_tokens(model, recipe, ids: list[int], count: int) -> list[int]:
     with torch.inference_mode():
         out = model.generate(
             torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids)),  # else every end-of-turn token passes for padding
             past_key_values=Cache(layers=layers),
             max_new_tokens=count,
             min_new_tokens=count,
