@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from server import Server
+from server import Servers
 
 from sglang_quantkv.demo import demo_model_path
 
@@ -16,14 +16,17 @@ def demo_model():
 
 @pytest.fixture(scope="session")
 def serve(demo_model, tmp_path_factory):
-    """``serve(*flags)``: a running server of the demo model with these flags, shared by all who ask for the same."""
-    running: dict[tuple[str, ...], Server] = {}
+    """``serve(flags)``: a running server of the demo model with these flags."""
+    servers = Servers(demo_model, tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.stop()
 
-    def get(*flags: str) -> Server:
-        if flags not in running:
-            running[flags] = Server(demo_model, flags, tmp_path_factory.mktemp("server") / "log")
-        return running[flags]
 
-    yield get
-    for server in running.values():
-        server.stop()
+@pytest.fixture(scope="session", autouse=True)
+def start_servers_ahead(request):
+    """Tests of servers come last; the first servers start now, beside the tests before them."""
+    files = {item.path.name: item.module for item in request.session.items}
+    if "test_server.py" in files:
+        servers = request.getfixturevalue("serve")
+        for flags in files["test_server.py"].STARTED_FIRST:
+            servers.start(flags)

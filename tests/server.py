@@ -14,11 +14,12 @@ from pathlib import Path
 
 import openai
 
-START_TIMEOUT = 300
+START_TIMEOUT = 400
 
 
 class Server:
-    """``python -m sglang_quantkv.launch_server`` in its own process group, answering when constructed."""
+    """``python -m sglang_quantkv.launch_server`` in its own process group. Constructing it starts it; it answers
+    after ``wait``."""
 
     def __init__(self, model: Path, flags: tuple[str, ...], log: Path):
         self.log = log
@@ -27,20 +28,25 @@ class Server:
             self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
         command = [sys.executable, "-m", "sglang_quantkv.launch_server", "--model-path", str(model)]
         command += ["--served-model-name", "demo", "--port", self.url.rsplit(":", 1)[1], *flags]
-        self.process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+        # Admit requests as if they wanted one token: only so does a pool overflow and requests are retracted.
+        environment = os.environ | {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none")
-        self._wait_until_ready()
 
-    def _wait_until_ready(self) -> None:
+    def wait(self) -> Server:
+        """Until it answers; itself."""
         deadline = time.monotonic() + START_TIMEOUT
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server exited with {self.process.returncode}:\n{self.log.read_text()[-3000:]}")
-            if "The server is fired up" in self.log.read_text():
-                return
-            time.sleep(0.5)
-        self.stop()
-        raise TimeoutError(f"the server was not ready in {START_TIMEOUT} s:\n{self.log.read_text()[-3000:]}")
+        while "The server is fired up" not in self.log.read_text():
+            status = self.process.poll()
+            if status is not None or time.monotonic() > deadline:
+                self.stop()
+                reason = f"exited with {status}" if status is not None else f"was not ready in {START_TIMEOUT} s"
+                raise RuntimeError(f"the server {reason}:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.2)
+        return self
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -51,20 +57,42 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return json.load(response)
 
-    def post(self, path: str, body: dict, timeout: float = 600) -> dict:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+    def post(self, path: str, body: dict) -> dict:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=600) as response:
             return json.load(response)
 
     def flush_cache(self) -> None:
         urllib.request.urlopen(urllib.request.Request(self.url + "/flush_cache", method="POST"), timeout=60).close()
 
-    def generate(self, input_ids: list[int], tokens: int, *, ignore_eos: bool = True) -> dict:
-        """Greedy tokens from token ids; the answer has ``output_ids`` and ``meta_info``."""
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": ignore_eos}
+    def generate(self, input_ids: list[int], tokens: int) -> dict:
+        """``tokens`` greedy tokens from token ids; the answer has ``output_ids`` and ``meta_info``."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         return self.post("/generate", {"input_ids": input_ids, "sampling_params": sampling})
 
     def quantkv(self) -> dict:
+        """The ``quantkv`` object of ``/server_info``."""
         return self.get("/server_info")["quantkv"]
+
+
+class Servers:
+    """Servers of one model, shared by all tests that ask for the same flags."""
+
+    def __init__(self, model: Path, logs: Path):
+        self.model, self.logs = model, logs
+        self.running: dict[tuple[str, ...], Server] = {}
+
+    def start(self, flags: tuple[str, ...]) -> Server:
+        """Starts one in the background unless it runs: a start takes a minute that other tests can use."""
+        if flags not in self.running:
+            self.running[flags] = Server(self.model, flags, self.logs / f"{len(self.running)}.log")
+        return self.running[flags]
+
+    def __call__(self, flags: tuple[str, ...]) -> Server:
+        """One that answers."""
+        return self.start(flags).wait()
+
+    def stop(self) -> None:
+        for server in self.running.values():
+            server.stop()

@@ -15,18 +15,23 @@ import torch
 from sglang_quantkv import reference
 from sglang_quantkv.formats import RECIPES
 
-# Every page size, the overlap schedule on and off, both recipes; a chunk of two pages, so that prompts need several.
+POOL = ("--max-total-tokens", "8192", "--enable-cache-report")
+# Both recipes, two page sizes, the overlap schedule on and off; chunks of 128 tokens, so that prompts need several.
 SERVED = {
-    "int8": ("--kv-cache-dtype", "int8", "--page-size", "64", "--chunked-prefill-size", "128"),
+    "int8": ("--kv-cache-dtype", "int8", "--page-size", "64", "--chunked-prefill-size", "128", *POOL),
     "mxfp4": (
-        *("--kv-cache-dtype", "mxfp4", "--page-size", "32", "--chunked-prefill-size", "128"),
+        *("--kv-cache-dtype", "mxfp4", "--page-size", "32", "--chunked-prefill-size", "128", *POOL),
         "--disable-overlap-schedule",
     ),
 }
-POOL = ("--max-total-tokens", "8192", "--enable-cache-report")
-# A pool that four of the requests below overflow.
-SMALL = ("--dtype", "float32", "--page-size", "128", "--max-total-tokens", "640", "--schedule-conservativeness", "0.1")
+# float32, the third page size, and a pool of five pages that four requests overflow.
+SMALL = {
+    name: ("--kv-cache-dtype", name, "--dtype", "float32", "--page-size", "128", "--max-total-tokens", "640")
+    for name in SERVED
+}
 BASELINE = ("--kv-cache-dtype", "auto", "--attention-backend", "torch_native", "--page-size", "64", *POOL)
+LARGE = ("--kv-cache-dtype", "int8", "--max-total-tokens", "131072")
+STARTED_FIRST = (*SERVED.values(), *SMALL.values())
 
 
 @pytest.fixture(params=SERVED)
@@ -36,12 +41,14 @@ def recipe(request):
 
 @pytest.fixture
 def server(serve, recipe):
-    return serve(*SERVED[recipe], *POOL)
+    return serve(SERVED[recipe])
 
 
 @pytest.fixture
 def small(serve, recipe):
-    return serve("--kv-cache-dtype", recipe, *SMALL)
+    for flags in (BASELINE, LARGE):
+        serve.start(flags)  # for the tests after this one
+    return serve(SMALL[recipe])
 
 
 @pytest.fixture(scope="session")
@@ -156,19 +163,18 @@ def test_counters_of_server_info_are_live(server):
 
 
 def test_retracted_requests_finish_with_the_text_they_have_alone(small, tokenizer):
-    """Four requests that grow past the pool together: the scheduler must take some back and run them again.
+    """Three requests that grow past the pool together: the scheduler must take one back and run it again later.
 
     Prompts are shorter than a page, so a request that runs again starts cold, as it does alone; its first
     chunk then also covers the tokens that it had generated, in high precision instead of from packed pages.
     """
-    asked = [ids[-100:] for ids in prompts.token_ids(tokenizer)[:4]]
+    asked = prompts.long_counting_ids(tokenizer)
+    assert all(100 <= len(ids) < 125 for ids in asked)
     small.flush_cache()
-    alone = [small.generate(ids, 130)["output_ids"] for ids in asked]
+    alone = [small.generate(ids, 40)["output_ids"] for ids in asked]
     small.flush_cache()
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda ids: small.generate(ids, 130), asked))
-    print([r["meta_info"]["num_retractions"] for r in together])
-    print([next((i for i,(x,y) in enumerate(zip(a,r["output_ids"])) if x!=y),None) for a,r in zip(alone,together)])
+    with ThreadPoolExecutor(len(asked)) as pool:
+        together = list(pool.map(lambda ids: small.generate(ids, 40), asked))
     assert sum(r["meta_info"]["num_retractions"] for r in together) > 0
     assert [r["output_ids"] for r in together] == alone
 
@@ -180,7 +186,7 @@ def test_a_request_longer_than_the_pool_is_refused_and_the_server_lives(small):
     assert len(small.generate([1, 2, 3], 4)["output_ids"]) == 4
 
 
-def reference_tokens(model, recipe, ids: list[int], count: int) -> list[int]:
+def reference_tokens(model, recipe, asked: list[list[int]], count: int) -> list[list[int]]:
     """Greedy tokens of transformers over a cache that ``reference`` quantizes, by the server's rule: the first
     chunk is attended to as it is, everything later reads what the quantized cache gives back."""
     from transformers.cache_utils import Cache, DynamicLayer
@@ -193,30 +199,28 @@ def reference_tokens(model, recipe, ids: list[int], count: int) -> list[int]:
             packed = super().update(k, v, *args, **kwargs)
             return (key_states, value_states) if is_first_chunk else packed
 
+    width = max(map(len, asked))
+    padded = torch.tensor([[0] * (width - len(ids)) + ids for ids in asked])
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in asked])
     layers = [PackedDynamicLayer() for _ in range(model.config.num_hidden_layers)]
     with torch.inference_mode():
         out = model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids)),  # else every end-of-turn token passes for padding
-            past_key_values=Cache(layers=layers),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
+            padded, attention_mask=mask, past_key_values=Cache(layers=layers), max_new_tokens=count, do_sample=False
         )
-    return out[0, len(ids) :].tolist()
+    return out[:, width:].tolist()
 
 
 def test_served_tokens_equal_transformers_over_the_reference_cache(small, recipe, demo_model, tokenizer):
     """Twelve of twelve prompts, fifty tokens each: the integration loses nothing that the recipe does not."""
     from transformers import AutoModelForCausalLM
 
+    asked = prompts.counting_ids(tokenizer)
+    assert len(asked) == 12
+    small.flush_cache()  # and none is as long as a page, so every prompt is a first chunk
+    served = [small.generate(ids, prompts.TOKENS)["output_ids"] for ids in asked]
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    served, expected = [], []
-    for ids in prompts.token_ids(tokenizer):
-        small.flush_cache()
-        served.append(small.generate(ids, prompts.TOKENS)["output_ids"])
-        expected.append(reference_tokens(model, RECIPES[recipe], ids, prompts.TOKENS))
+    expected = reference_tokens(model, RECIPES[recipe], asked, prompts.TOKENS)
     assert prompts.sequence_exact(served, expected) == 1.0
 
 
@@ -224,9 +228,10 @@ def test_served_tokens_equal_transformers_over_the_reference_cache(small, recipe
 
 
 def test_greedy_text_against_the_bf16_cache(serve, server, recipe, tokenizer):
-    baseline = serve(*BASELINE)
+    baseline = serve(BASELINE)
+    assert "quantkv" not in baseline.get("/server_info")
     runs = [
-        [s.generate(ids, prompts.TOKENS)["output_ids"] for ids in prompts.token_ids(tokenizer)]
+        [s.generate(ids, prompts.TOKENS)["output_ids"] for ids in prompts.chat_ids(tokenizer)]
         for s in (server, baseline)
     ]
     match, exact = prompts.token_match(*runs), prompts.sequence_exact(*runs)
@@ -248,14 +253,13 @@ def decode_seconds(server, context: int, tokens: int = 16) -> float:
 
 
 def test_decode_at_2k_is_at_most_half_as_slow_again_as_torch_native(serve, server, recipe):
-    baseline = serve(*BASELINE)
+    baseline = serve(BASELINE)
     ours, theirs = decode_seconds(server, 2048), decode_seconds(baseline, 2048)
     print(f"\n{recipe} decode at 2,048 tokens: {ours * 1e3:.1f} ms, torch_native bf16 {theirs * 1e3:.1f} ms")
     assert ours <= 1.5 * theirs
 
 
-def test_decode_does_not_slow_down_with_the_pool(serve, server, recipe):
-    large = serve(*SERVED[recipe], "--max-total-tokens", "131072")
-    ours, theirs = decode_seconds(large, 512), decode_seconds(server, 512)
-    print(f"\n{recipe} decode at 512 tokens: pool of 131,072 {ours * 1e3:.1f} ms, of 8,192 {theirs * 1e3:.1f} ms")
+def test_decode_does_not_slow_down_with_the_pool(serve):
+    ours, theirs = (decode_seconds(serve(flags), 512) for flags in (LARGE, SERVED["int8"]))
+    print(f"\nint8 decode at 512 tokens: pool of 131,072 {ours * 1e3:.1f} ms, of 8,192 {theirs * 1e3:.1f} ms")
     assert ours <= 1.25 * theirs
