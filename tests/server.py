@@ -26,8 +26,9 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        command = [sys.executable, "-m", "sglang_quantkv.launch_server", "--model-path", str(model)]
-        command += ["--served-model-name", "demo", "--port", self.url.rsplit(":", 1)[1], *flags]
+        command = [sys.executable, "-m", "sglang_quantkv.launch_server", "--port", self.url.rsplit(":", 1)[1], *flags]
+        if "--demo" not in flags:
+            command += ["--model-path", str(model), "--served-model-name", "demo"]
         # Admit requests as if they wanted one token: only so does a pool overflow and requests are retracted.
         environment = os.environ | {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
         with log.open("w") as output:

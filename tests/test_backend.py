@@ -70,7 +70,7 @@ def hybrid_pool(recipe):
 class Harness:
     """A backend with requests whose slots it hands out page by page."""
 
-    def __init__(self, recipe, pool):
+    def __init__(self, recipe, pool, model=None):
         self.recipe = recipe
         self.req_to_token = torch.zeros(4, PAGE * 10, dtype=torch.int32)
         self.free = torch.randperm(PAGES, generator=torch.Generator().manual_seed(5)).add(1).tolist()
@@ -82,6 +82,7 @@ class Harness:
                 req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
                 page_size=PAGE,
                 model_config=SimpleNamespace(context_len=PAGE * 10),
+                model=model or torch.nn.Identity(),
                 kv_cache_dtype_str=recipe.name,
                 kv_cache_dtype=torch.uint8,
             )
@@ -172,15 +173,39 @@ def test_a_layer_that_shares_anothers_cache_reads_all_of_it_from_pages(recipe):
 
 
 @pytest.mark.parametrize(
-    "kwargs, message",
+    "make_pool, kwargs, message",
     (
-        ({"is_cross_attention": True}, "cross-attention"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
-        ({"logit_cap": 5.0, "logit_capping_method": "sigmoid"}, "sigmoid"),
+        (plain_pool, {"is_cross_attention": True}, "cross-attention"),
+        (plain_pool, {"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
+        (plain_pool, {"logit_cap": 5.0, "logit_capping_method": "sigmoid"}, "sigmoid"),
+        (plain_pool, {"use_irope": True}, "in chunks"),
+        (sliding_window_pool, {}, "a window that it does not name"),
     ),
 )
-def test_attention_that_no_route_computes_is_refused(kwargs, message):
-    harness = Harness(RECIPES["int8"], plain_pool(RECIPES["int8"]))
-    layer = make_layer(FULL_LAYER, **kwargs)
+def test_attention_that_no_route_computes_is_refused_when_the_model_is_loaded(make_pool, kwargs, message):
     with pytest.raises(UnsupportedConfig, match=message):
-        harness.step(layer, {0: 4}, ForwardMode.EXTEND)
+        Harness(RECIPES["int8"], make_pool(RECIPES["int8"]), model=make_layer(WINDOW_LAYER, **kwargs))
+
+
+def test_padded_rows_of_a_decode_batch_disturb_nothing(recipe):
+    """SGLang pads a batch with requests of row 0, slot 0 and the fill value as length."""
+    layer = make_layer(FULL_LAYER)
+    harness, padded = (Harness(recipe, plain_pool(recipe)) for _ in range(2))
+    fill = harness.backend.get_cuda_graph_seq_len_fill_value()
+    results = []
+    for each, padding in ((harness, 0), (padded, 3)):
+        torch.manual_seed(11)
+        each.step(layer, {1: 40}, ForwardMode.EXTEND)
+        each.lengths[1] += 1
+        q, k, v = (torch.randn(1, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        rows = [torch.cat((x, torch.full((padding, *x.shape[1:]), torch.nan))) for x in (q, k, v)]
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            seq_lens=torch.tensor([41] + [fill] * padding),
+            req_pool_indices=torch.tensor([1] + [0] * padding),
+            out_cache_loc=torch.tensor([each.req_to_token[1, 40].item()] + [0] * padding),
+            out_cache_loc_is_physical=False,
+        )
+        each.backend.init_forward_metadata(batch)
+        results.append(each.backend.forward_decode(rows[0].flatten(1), *rows[1:], layer, batch)[:1])
+    assert torch.equal(*results) and results[0].isfinite().all()

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_quantkv.errors import UnsupportedConfig
-from sglang_quantkv.formats import Operand
+from sglang_quantkv.integration.pool import is_sliding_window_layer, layer_cache
 from sglang_quantkv.integration.selection import recipe_of
 from sglang_quantkv.kernels import routes
 from sglang_quantkv.reference import PagedCache
@@ -41,17 +41,27 @@ class BatchMetadata:
 
 
 class QuantKVAttnBackend(AttentionBackend):
-    """Attention for models whose pool is ``QuantKVPool``, plain or inside SGLang's composite pools."""
+    """Attention for models whose pool is ``QuantKVPool``, plain or inside SGLang's composite pools.
+
+    Raises:
+        UnsupportedConfig: when a layer of the model computes attention that the routes do not.
+    """
 
     def __init__(self, model_runner):
         super().__init__()
-        self.recipe = recipe_of(model_runner)
-        assert self.recipe is not None, "built only for a runner whose cache is ours"
+        assert recipe_of(model_runner) is not None, "built only for a runner whose cache is ours"
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.page_size = model_runner.page_size
         self.max_context_len = model_runner.model_config.context_len
         self.forward_metadata: BatchMetadata | None = None
+        for module in model_runner.model.modules():
+            if isinstance(module, RadixAttention):
+                check_layer(module, self.token_to_kv_pool)
+
+    def get_cuda_graph_seq_len_fill_value(self):
+        # What SGLang pads a batch's sequence lengths with: a padded row reads one token of the dummy page.
+        return 1
 
     def init_forward_metadata(self, forward_batch):
         """Reads the batch's lengths and page ids, once per forward pass."""
@@ -76,14 +86,10 @@ class QuantKVAttnBackend(AttentionBackend):
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """One query per request; shapes as ``forward_extend``."""
-        params = _params(layer, sinks)
-        cache = self._prepare(k, v, layer, forward_batch, save_kv_cache)
+        cache = self._write(k, v, layer, forward_batch, save_kv_cache)
+        q_heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = routes.decode(
-            cache,
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            self._page_table(layer),
-            self.forward_metadata.seq_lens,
-            **params,
+            cache, q_heads, self._page_table(layer), self.forward_metadata.seq_lens, **_params(layer, sinks)
         )
         return out.flatten(1).to(q.dtype)
 
@@ -97,68 +103,56 @@ class QuantKVAttnBackend(AttentionBackend):
         Returns:
             ``[tokens, Hq * Dv]`` in q's dtype.
         """
+        cache = self._write(k, v, layer, forward_batch, save_kv_cache)
         meta, params = self.forward_metadata, _params(layer, sinks)
-        cache = self._prepare(k, v, layer, forward_batch, save_kv_cache)
-        parts = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).split(meta.q_lens)
+        parts = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).split(meta.q_lens)
         cached = [n for n, (seq, own) in enumerate(zip(meta.seq_lens, meta.q_lens)) if k is None or seq > own]
         fresh = sorted(set(range(len(parts))) - set(cached))
-        out: list[torch.Tensor] = [q] * len(parts)
+        out: dict[int, torch.Tensor] = {}
         if fresh:
             lens = [meta.q_lens[n] for n in fresh]
-            own_kv = (torch.cat([x.split(meta.q_lens)[n] for n in fresh]) for x in (k, v))
-            result = routes.first_chunk(cache, torch.cat([parts[n] for n in fresh]), *own_kv, lens, **params)
-            for n, part in zip(fresh, result.split(lens)):
-                out[n] = part
+            chunks = (parts, k.split(meta.q_lens), v.split(meta.q_lens))
+            own_qkv = (torch.cat([chunk[n] for n in fresh]) for chunk in chunks)
+            result = routes.first_chunk(cache, *own_qkv, lens, **params)
+            out.update(zip(fresh, result.split(lens)))
         if cached:
             lens = [meta.q_lens[n] for n in cached]
-            result = routes.extend(
-                cache,
-                torch.cat([parts[n] for n in cached]),
-                self._page_table(layer)[cached],
-                [meta.seq_lens[n] for n in cached],
-                lens,
-                **params,
-            )
-            for n, part in zip(cached, result.split(lens)):
-                out[n] = part
-        return torch.cat(out).flatten(1).to(q.dtype)
+            queries = torch.cat([parts[n] for n in cached])
+            seq_lens = [meta.seq_lens[n] for n in cached]
+            result = routes.extend(cache, queries, self._page_table(layer)[cached], seq_lens, lens, **params)
+            out.update(zip(cached, result.split(lens)))
+        return torch.cat([out[n] for n in range(len(parts))]).flatten(1).to(q.dtype)
 
     def support_triton(self):
         return False
 
-    def _prepare(self, k, v, layer, forward_batch, save_kv_cache) -> PagedCache:
+    def _write(self, k, v, layer, forward_batch, save_kv_cache) -> PagedCache:
         """Writes the batch's K and V, and returns the layer's packed pages."""
-        pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
             loc = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=self.forward_metadata.swa_out_cache_loc)
-            pool.set_kv_buffer(layer, loc, k, v)
-        k_records, v_records = pool.get_kv_buffer(layer.layer_id)
-        return PagedCache(
-            k_records,
-            v_records,
-            self.recipe.block(Operand.K, layer.qk_head_dim, self.page_size),
-            self.recipe.block(Operand.V, layer.v_head_dim, self.page_size),
-        )
+            self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v)
+        return layer_cache(self.token_to_kv_pool, layer.layer_id)
 
     def _page_table(self, layer) -> torch.Tensor:
         meta = self.forward_metadata
-        if meta.swa_page_table is not None and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]:
-            return meta.swa_page_table
-        return meta.page_table
+        in_window_pool = is_sliding_window_layer(self.token_to_kv_pool, layer.layer_id)
+        return meta.swa_page_table if in_window_pool else meta.page_table
 
 
-def _params(layer, sinks: torch.Tensor | None) -> dict:
-    """A RadixAttention layer's settings as the routes take them.
-
-    Raises:
-        UnsupportedConfig: for attention that the routes do not compute.
+def check_layer(layer: RadixAttention, pool) -> None:
+    """Raises:
+    UnsupportedConfig: for a layer whose attention the routes do not compute.
     """
     refused = {
         "cross-attention": layer.is_cross_attention,
         f"{layer.attn_type.value} attention": layer.attn_type is not AttentionType.DECODER,
-        f"logit capping method {layer.logit_capping_method!r}": layer.logit_cap > 0
+        f"logit capping by {layer.logit_capping_method!r}": layer.logit_cap > 0
         and layer.logit_capping_method != "tanh",
         "attention temperature by length": layer.xai_temperature_len > 0,
+        "attention in chunks": layer.use_irope,
+        "a pool for a window that it does not name": (
+            layer.sliding_window_size < 0 and is_sliding_window_layer(pool, layer.layer_id)
+        ),
     }
     for feature, present in refused.items():
         if present:
@@ -167,6 +161,10 @@ def _params(layer, sinks: torch.Tensor | None) -> dict:
                 "causal decoder attention with GQA, sliding window, tanh soft-cap and sinks",
                 "Serve this model with --kv-cache-dtype auto",
             )
+
+
+def _params(layer: RadixAttention, sinks: torch.Tensor | None) -> dict:
+    """A layer's settings as the routes take them."""
     return {
         "scale": layer.scaling,
         "window_left": layer.sliding_window_size,

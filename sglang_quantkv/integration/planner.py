@@ -124,7 +124,8 @@ def _split_groups(model_config, layer_info, tp_size: int, group: LayerGroup) -> 
 
 def check_attention(architecture: str, model_config) -> None:
     """Raises:
-    UnsupportedConfig: unless the model caches one key and one value per KV head and token.
+    UnsupportedConfig: unless the model caches one key and one value per KV head and token, and attends
+        causally to all of them or to a sliding window.
     """
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_v4, is_minimax_sparse
     from sglang.srt.layers.attention.qsa.config import parse_qsa_profile
@@ -135,12 +136,14 @@ def check_attention(architecture: str, model_config) -> None:
         "a sparse attention index": is_minimax_sparse(model_config.hf_config)
         or parse_qsa_profile(model_config.hf_config) is not None,
         "cross-attention": model_config.is_encoder_decoder,
+        "attention in chunks": model_config.is_local_attention_model,
+        "bidirectional attention": model_config.is_embedding_gemma,
     }
     for what, found in own_kind.items():
         if found:
             raise UnsupportedConfig(
-                f"{architecture} has {what}, whose cache is not one key and value per KV head",
-                "decoder-only models with multi-head or grouped-query attention",
+                f"{architecture} has {what}, which no packed cache serves",
+                "causal decoder-only models with multi-head or grouped-query attention",
                 "Serve this model with --kv-cache-dtype auto or fp8_e4m3",
             )
 

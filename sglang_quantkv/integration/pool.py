@@ -16,6 +16,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, unwrap_write_loc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.platforms import current_platform
+from sglang.srt.utils.async_probe import maybe_detect_oob
 
 from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import HeadBlock, Operand, Recipe
@@ -127,6 +128,7 @@ class QuantKVPool(MHATokenToKVPool):
                 "decode context parallelism (--dcp-size) splits a token's KV over ranks", "--dcp-size 1", "Leave it out"
             )
         loc, _, _ = unwrap_write_loc(loc_info)
+        maybe_detect_oob(loc, 0, self.size + self.page_size, "set_kv_buffer (quantkv)")
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         routes.store(self.paged_cache(layer_id), loc.long(), cache_k, cache_v)
 
@@ -195,3 +197,19 @@ def sub_pools(pool) -> list[tuple[str, object]]:
     if isinstance(pool, HybridLinearKVPool):
         return [("full", pool.full_kv_pool)]
     return [("all", pool)]
+
+
+def is_sliding_window_layer(pool, layer_id: int) -> bool:
+    """Whether a layer of the model keeps its KV in the smaller pool for its window."""
+    return isinstance(pool, SWAKVPool) and pool.layers_mapping[layer_id][1]
+
+
+def layer_cache(pool, layer_id: int) -> PagedCache:
+    """The packed pages of a layer of the model, in a ``QuantKVPool`` or in a composite of them; waits for the layer
+    where a host copy is being loaded."""
+    part = pool
+    if isinstance(pool, SWAKVPool):
+        part = pool.swa_kv_pool if is_sliding_window_layer(pool, layer_id) else pool.full_kv_pool
+    elif isinstance(pool, HybridLinearKVPool):
+        part = pool.full_kv_pool
+    return PagedCache(*pool.get_kv_buffer(layer_id), part.k_block, part.v_block)

@@ -5,13 +5,9 @@ Every figure is read from the live pool's tensors and the route counters, not fr
 
 from __future__ import annotations
 
-import logging
-
 from sglang_quantkv.integration.hooks import Hook
 from sglang_quantkv.integration.resolution import REASONS, SOURCE
 from sglang_quantkv.integration.selection import recipe_of
-
-logger = logging.getLogger("sglang_quantkv")
 
 
 def live_report(runner) -> dict:
@@ -59,8 +55,11 @@ def _pool_report(name: str, pool) -> dict:
         "tokens": pool.size,
         "bytes_per_token": per_token,
         "bytes_per_token_per_layer": per_token // pool.layer_num,
-        "bf16": {"bytes_per_token": 2 * unquantized, "tokens_in_same_bytes": nbytes // (2 * unquantized)},
-        "fp8": {"bytes_per_token": unquantized, "tokens_in_same_bytes": nbytes // unquantized},
+        "bf16": {
+            "bytes_per_token": 2 * unquantized,
+            "tokens_in_same_bytes": pool.size * per_token // (2 * unquantized),
+        },
+        "fp8": {"bytes_per_token": unquantized, "tokens_in_same_bytes": pool.size * per_token // unquantized},
     }
 
 
@@ -113,7 +112,7 @@ def _add_init_info(info: dict, scheduler):
         return
     info["quantkv"] = live_report(runner)
     if get_parallel().tp_rank == 0:
-        logger.info("%s", startup_block(info["quantkv"]))
+        print(startup_block(info["quantkv"]), flush=True)
 
 
 def _add_internal_state(_, controller, state: dict):

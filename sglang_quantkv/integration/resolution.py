@@ -1,7 +1,7 @@
 """Checks and defaults while SGLang resolves its arguments: before weights load, in the launching process.
 
 What a recipe cannot be served with is refused here by name; nothing is switched off silently. SGLang
-calls this a resolution hook, an official extension point.
+calls these resolution hooks, an official extension point.
 """
 
 from __future__ import annotations
@@ -9,19 +9,13 @@ from __future__ import annotations
 import os
 
 from sglang_quantkv.errors import UnsupportedConfig
-from sglang_quantkv.formats import (
-    DEFAULT_PAGE_SIZE,
-    RECIPES,
-    check_head_dim,
-    check_page_size,
-    is_recipe,
-)
+from sglang_quantkv.formats import DEFAULT_PAGE_SIZE, RECIPES, check_head_dim, check_page_size, is_recipe
 from sglang_quantkv.integration.planner import check_attention
 
 BACKEND_NAME = "quantkv"
 # Models that accept only backends from a list of SGLang's get ours behind a name on their list.
 BACKEND_ALIAS = "triton"
-_INSISTING_ARCHITECTURES = ("GptOss", "Gemma4", "Llama4", "Exaone4", "IQuestQ1", "Inkling")
+_INSISTING_ARCHITECTURES = ("GptOss", "Exaone")
 
 SOURCE = "sglang_quantkv"
 # What is declared under that name where the user left it open, and why; the start-up block shows it.
@@ -33,15 +27,19 @@ REASONS = {
 
 
 def register_resolution() -> None:
-    """Puts the two checks into SGLang's resolution pipeline."""
+    """Puts the three steps into SGLang's resolution pipeline."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    register_resolution_hook("handle_missing_default_values")(_resolve)
-    register_resolution_hook("handle_other_validations")(_verify)
+    # The first step after the model's path, device and format are known that runs for every server.
+    register_resolution_hook("handle_pd_disaggregation")(_resolve)
+    # Before memory is budgeted: graphs would reserve some.
+    register_resolution_hook("handle_cuda_graph_config")(_disable_graphs)
+    # The last step that may still change a backend.
+    register_resolution_hook("handle_model_capability_adjustments")(_verify)
 
 
 def _resolve(server_args, previous) -> None:
-    """Early, right after the model's path is known: refuses, and fills in what the user left open."""
+    """Refuses what cannot be served, and fills in what the user left open."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -62,33 +60,47 @@ def _resolve(server_args, previous) -> None:
             )
         return
     _refuse_flags(cfg)
-    page_size = cfg.page_size or DEFAULT_PAGE_SIZE
-    check_page_size(page_size)
+    check_page_size(cfg.page_size or DEFAULT_PAGE_SIZE)
     backend = _check_model(server_args, cfg)
     if cfg.page_size is None:
-        declare_resolution(server_args, SOURCE, page_size=page_size)
+        declare_resolution(server_args, SOURCE, page_size=DEFAULT_PAGE_SIZE)
     if cfg.attention_backend is None:
         declare_resolution(server_args, SOURCE, attention_backend=backend)
 
 
-def _verify(server_args, previous) -> None:
-    """Late, when everything else is resolved: what SGLang or a model changed since must still fit."""
-    from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view, resolving_view
+def _disable_graphs(server_args, previous) -> None:
+    from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     previous(server_args)
     cfg = resolving_view(server_args)
-    if not is_recipe(cfg.kv_cache_dtype):
+    if not is_recipe(cfg.kv_cache_dtype) or cfg.device == "cpu":
         return
-    check_page_size(cfg.page_size)
-    for backend in attention_backends_of(resolved_view(server_args)):
-        _check_backend(backend, cfg.kv_cache_dtype)
     graphs = cfg.cuda_graph_config
     for phase in (Phase.DECODE, Phase.PREFILL):
         graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
-    if cfg.device != "cpu" and graphs != cfg.cuda_graph_config:
-        declare_resolution(server_args, SOURCE, cuda_graph_config=graphs)
+    declare_resolution(server_args, SOURCE, cuda_graph_config=graphs)
+
+
+def _verify(server_args, previous) -> None:
+    """Late: what SGLang or the model changed since must still fit, the dtype first of all."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view, resolving_view
+
+    previous(server_args)
+    cfg = resolving_view(server_args)
+    asked = server_args._raw_input["kv_cache_dtype"]
+    if not is_recipe(asked):
+        return
+    if cfg.kv_cache_dtype != asked:
+        raise UnsupportedConfig(
+            f"--kv-cache-dtype {asked}: SGLang changed it to {cfg.kv_cache_dtype} for this model",
+            f"--kv-cache-dtype {cfg.kv_cache_dtype}",
+            "Ask for that dtype",
+        )
+    check_page_size(cfg.page_size)
+    for backend in attention_backends_of(resolved_view(server_args)):
+        _check_backend("attention backend", backend, asked)
 
 
 def _refuse_flags(cfg) -> None:
@@ -101,23 +113,42 @@ def _refuse_flags(cfg) -> None:
         "--enable-kv-cache-sharding": cfg.enable_kv_cache_sharding,
         "--prefill-only-disable-kv-cache": cfg.prefill_only_disable_kv_cache,
         "--enable-hierarchical-cache": cfg.enable_hierarchical_cache,
+        "--enable-unified-cache-external-linker": cfg.enable_unified_cache_external_linker,
+        "--enable-lmcache": cfg.enable_lmcache,
+        "--enable-flexkv": cfg.enable_flexkv,
+        f"--radix-cache-backend {cfg.radix_cache_backend}": cfg.radix_cache_backend is not None,
+        f"--kv-canary {cfg.kv_canary}": cfg.kv_canary != "none",
         f"--disaggregation-mode {cfg.disaggregation_mode}": cfg.disaggregation_mode != "null",
         f"--speculative-algorithm {cfg.speculative_algorithm}": cfg.speculative_algorithm is not None,
+        f"--dllm-algorithm {cfg.dllm_algorithm}": cfg.dllm_algorithm is not None,
         f"--dcp-size {cfg.dcp_size}": cfg.dcp_size > 1,
+        f"--attn-cp-size {cfg.attn_cp_size}": cfg.attn_cp_size > 1,
+        "--enable-prefill-cp": cfg.enable_prefill_cp,
         f"--prefill-kv-cache-dequant-dtype {cfg.prefill_kv_cache_dequant_dtype}": (
             cfg.prefill_kv_cache_dequant_dtype != "auto"
         ),
         "--enable-hisparse": cfg.enable_hisparse,
         "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
         "--enable-pdmux": cfg.enable_pdmux,
+        # A cold prompt and a radix hit differ by the precision of the first chunk.
+        "--enable-deterministic-inference": cfg.enable_deterministic_inference,
+        "--use-ray": cfg.use_ray,  # its actors load no plugins
     }
     for flag, given in refused.items():
         if given:
             raise UnsupportedConfig(
                 f"{flag} with {dtype}", f"{dtype} without this flag", f"Leave {flag.split()[0]} out"
             )
-    for backend in (cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend):
-        _check_backend(backend, cfg.kv_cache_dtype)
+    for variable, plain in (
+        ("SGLANG_USE_HND_KVCACHE", "0"),
+        ("SGLANG_AITER_KV_CACHE_LAYOUT", "nhd"),
+        ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "0"),
+    ):
+        value = os.getenv(variable, plain)
+        if value.lower() not in (plain, "false"):
+            raise UnsupportedConfig(f"{variable}={value} with {dtype}", "the variable left unset", f"Unset {variable}")
+    for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        _check_backend("--" + flag.replace("_", "-"), getattr(cfg, flag), cfg.kv_cache_dtype)
 
 
 def refuse_cpu_engine(dtype: str) -> None:
@@ -130,24 +161,31 @@ def refuse_cpu_engine(dtype: str) -> None:
         )
 
 
-def _check_backend(backend: str | None, dtype: str) -> None:
+def _check_backend(source: str, backend: str | None, dtype: str) -> None:
     if backend not in (None, BACKEND_NAME, BACKEND_ALIAS):
         raise UnsupportedConfig(
-            f"--attention-backend {backend} cannot read --kv-cache-dtype {dtype}",
-            f"--attention-backend {BACKEND_NAME} (or {BACKEND_ALIAS}, which stands for it with this dtype)",
-            "Leave the flag out",
+            f"{source} {backend} cannot read --kv-cache-dtype {dtype}",
+            f"{BACKEND_NAME} (or {BACKEND_ALIAS}, which stands for it with this dtype)",
+            f"Use --attention-backend {BACKEND_NAME}, the default, or leave the flags for backends out",
         )
 
 
 def _check_model(server_args, cfg) -> str:
     """Refuses models without a packed cache; returns the name under which the model accepts our backend."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
 
     model = model_config_of(server_args)
     architecture = (model.hf_config.architectures or ["a model without a named architecture"])[0]
     check_attention(architecture, model)
     for head_dim in sorted({model.head_dim, model.v_head_dim, model.swa_head_dim, model.swa_v_head_dim}):
         check_head_dim(head_dim)
+    if cfg.device == "cpu" and mambaish_config(model) is not None:
+        raise UnsupportedConfig(
+            f"{architecture} on a CPU: SGLang's linear attention needs Triton",
+            "models with attention in every layer on a CPU, this one on a GPU",
+            "Serve this model on a GPU",
+        )
     if cfg.attention_backend is not None:
         return cfg.attention_backend
     return BACKEND_ALIAS if architecture.startswith(_INSISTING_ARCHITECTURES) else BACKEND_NAME
