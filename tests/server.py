@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -67,10 +68,15 @@ class Server:
     def flush_cache(self) -> None:
         urllib.request.urlopen(urllib.request.Request(self.url + "/flush_cache", method="POST"), timeout=60).close()
 
-    def generate(self, input_ids: list[int], tokens: int) -> dict:
-        """``tokens`` greedy tokens from token ids; the answer has ``output_ids`` and ``meta_info``."""
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    def generate(self, input_ids: list[int], tokens: int, *, ignore_eos: bool = True) -> dict:
+        """Up to ``tokens`` greedy tokens from token ids; the answer has ``output_ids`` and ``meta_info``."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": ignore_eos}
         return self.post("/generate", {"input_ids": input_ids, "sampling_params": sampling})
+
+    def generate_together(self, prompts: list[list[int]], tokens: int, **kwargs) -> list[dict]:
+        """All prompts at once, one connection each."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda ids: self.generate(ids, tokens, **kwargs), prompts))
 
     def quantkv(self) -> dict:
         """The ``quantkv`` object of ``/server_info``."""

@@ -268,3 +268,37 @@ def test_plain_sglang_cannot_come_up_on_another_pool(demo_model, tmp_path):
         status, output = server.finish()
         assert status != 0 and message in output, output[-3000:]
         assert "The server is fired up" not in output
+
+
+# ---- what is filled in ---------------------------------------------------------------------------------
+
+SHOW_RESOLVED = """
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    def show(server_args):
+        server_args.resolve_once()
+        cfg = resolving_view(server_args)
+        print("resolved", cfg.attention_backend, cfg.page_size, cfg.kv_cache_dtype)
+
+    sglang.launch_server.run_server = show
+"""
+SLIDING_WINDOW = {"sliding_window": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+GPT_OSS = SLIDING_WINDOW | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4}
+EXAONE4 = SLIDING_WINDOW | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4"}
+
+
+@pytest.mark.parametrize(
+    "changes, flags, resolved",
+    (
+        ({}, [], "quantkv 64 int8"),
+        ({}, ["--kv-cache-dtype", "quantkv_mxfp4", "--page-size", "32"], "quantkv 32 quantkv_mxfp4"),
+        ({}, ["--kv-cache-dtype", "auto"], "torch_native 1 auto"),
+        (GPT_OSS, [], "triton 64 int8"),
+        (EXAONE4, [], "triton 64 int8"),
+        (GPT_OSS, ["--kv-cache-dtype", "k8v4", "--attention-backend", "triton"], "triton 64 k8v4"),
+    ),
+    ids=("llama", "prefixed", "stock", "gpt-oss", "exaone4", "named"),
+)
+def test_models_that_insist_on_stock_names_get_ours_behind_one(launch, config_dir, changes, flags, resolved):
+    status, output, _ = launch("--model-path", str(config_dir(**changes)), *flags, setup=SHOW_RESOLVED)
+    assert status == 0 and f"resolved {resolved}" in output, output[-2000:]
