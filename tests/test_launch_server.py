@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -226,7 +227,7 @@ class PlainSglang:
     def __init__(self, model, sabotage: str, folder):
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(textwrap.dedent(sabotage))
-        command = [sys.executable, "-m", "sglang.cli.main", "serve", "--model-path", str(model), "--port", "31999"]
+        command = [str(Path(sys.executable).with_name("sglang")), "serve", "--model-path", str(model), "--port", "31999"]
         command += ["--kv-cache-dtype", "int8", "--max-total-tokens", "1024"]
         self.process = subprocess.Popen(
             command,
