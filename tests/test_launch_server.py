@@ -227,8 +227,8 @@ class PlainSglang:
     def __init__(self, model, sabotage: str, folder):
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(textwrap.dedent(sabotage))
-        command = [str(Path(sys.executable).with_name("sglang")), "serve", "--model-path", str(model), "--port", "31999"]
-        command += ["--kv-cache-dtype", "int8", "--max-total-tokens", "1024"]
+        command = [str(Path(sys.executable).with_name("sglang")), "serve", "--model-path", str(model)]
+        command += ["--port", "31999", "--kv-cache-dtype", "int8", "--max-total-tokens", "1024"]
         self.process = subprocess.Popen(
             command,
             env=os.environ | {"PYTHONPATH": str(folder)},
