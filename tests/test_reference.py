@@ -214,6 +214,7 @@ def test_strides_and_dtypes_do_not_matter(name, view):
     assert torch.equal(ref.encode(x, FORMATS[name]), quantize(name, x.float().contiguous()).bytes)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_gpu_gives_the_same_bytes(name):

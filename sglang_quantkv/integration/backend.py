@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_quantkv.errors import UnsupportedConfig
+from sglang_quantkv.errors import refuse_first
 from sglang_quantkv.integration.pool import is_sliding_window_layer, layer_cache
 from sglang_quantkv.integration.selection import recipe_of
 from sglang_quantkv.kernels import routes
@@ -154,13 +154,11 @@ def check_layer(layer: RadixAttention, pool) -> None:
             layer.sliding_window_size < 0 and is_sliding_window_layer(pool, layer.layer_id)
         ),
     }
-    for feature, present in refused.items():
-        if present:
-            raise UnsupportedConfig(
-                f"layer {layer.layer_id} uses {feature}",
-                "causal decoder attention with GQA, sliding window, tanh soft-cap and sinks",
-                "Serve this model with --kv-cache-dtype auto",
-            )
+    refuse_first(
+        {f"layer {layer.layer_id} uses {feature}": present for feature, present in refused.items()},
+        "causal decoder attention with GQA, sliding window, tanh soft-cap and sinks",
+        "Serve this model with --kv-cache-dtype auto",
+    )
 
 
 def _params(layer: RadixAttention, sinks: torch.Tensor | None) -> dict:

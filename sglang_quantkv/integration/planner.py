@@ -16,7 +16,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-from sglang_quantkv.errors import UnsupportedConfig
+from sglang_quantkv.errors import UnsupportedConfig, refuse_first
 from sglang_quantkv.integration.hooks import Hook
 from sglang_quantkv.integration.selection import recipe_of
 from sglang_quantkv.plan import KVShape, LayerGroup, Price
@@ -139,13 +139,11 @@ def check_attention(architecture: str, model_config) -> None:
         "attention in chunks": model_config.is_local_attention_model,
         "bidirectional attention": model_config.is_embedding_gemma,
     }
-    for what, found in own_kind.items():
-        if found:
-            raise UnsupportedConfig(
-                f"{architecture} has {what}, which no packed cache serves",
-                "causal decoder-only models with multi-head or grouped-query attention",
-                "Serve this model with --kv-cache-dtype auto or fp8_e4m3",
-            )
+    refuse_first(
+        {f"{architecture} has {what}, which no packed cache serves": found for what, found in own_kind.items()},
+        "causal decoder-only models with multi-head or grouped-query attention",
+        "Serve this model with --kv-cache-dtype auto or fp8_e4m3",
+    )
 
 
 # ---- hooks: SGLang's planner calls these while it turns memory into tokens ------------------------------
