@@ -24,7 +24,7 @@ SERVED = {
         "--disable-overlap-schedule",
     ),
 }
-# float32, the third page size, and a pool of five pages that four requests overflow.
+# float32, the third page size, and a pool of five pages that three requests overflow.
 SMALL = {
     name: ("--kv-cache-dtype", name, "--dtype", "float32", "--page-size", "128", "--max-total-tokens", "640")
     for name in SERVED
@@ -173,7 +173,7 @@ def test_sixteen_requests_at_once_get_what_each_gets_alone(server, recipe, token
     assert sum(a == b for a, b in zip(alone, together)) >= {"int8": 16, "mxfp4": 14}[recipe]
 
 
-def test_a_prompt_of_three_and_a_half_chunks_and_its_radix_hit(server):
+def test_a_prompt_of_three_and_a_half_chunks_and_its_radix_hit(server, recipe):
     """The first run takes four chunks; the second one finds all whole pages of the prompt cached. All but the
     first chunk read packed pages both times, so greedy text agrees unless the first chunk's precision matters."""
     prompt = random_ids(448, seed=1)
@@ -186,8 +186,9 @@ def test_a_prompt_of_three_and_a_half_chunks_and_its_radix_hit(server):
     assert server.generate(prompt, 24)["output_ids"] == hit["output_ids"]
     assert cold["output_ids"][0] == hit["output_ids"][0]
     if (
-        hit["meta_info"]["cached_tokens"] == 384
-    ):  # three chunks: the hit runs the very chunk that the cold run ended with
+        recipe == "int8"
+    ):  # its pages end where the chunks do, so the hit runs the very chunk that the cold run ended with
+        assert hit["meta_info"]["cached_tokens"] == 384
         assert cold["output_ids"] == hit["output_ids"]
 
     def calls(phase: str) -> int:
@@ -218,8 +219,10 @@ def test_an_abort_leaves_the_others_alone(server):
         time.sleep(0.5)
         stream.close()
         assert beside.result()["output_ids"] == alone
-    steps = [server.quantkv()["calls"] for _ in (1, 2) if not time.sleep(1)]
-    assert steps[0] == steps[1]  # nothing is decoding: the aborted request would for half a minute
+    time.sleep(1)
+    before = server.quantkv()["calls"]
+    time.sleep(1)
+    assert server.quantkv()["calls"] == before  # nothing is decoding: the aborted request would for half a minute
     assert server.generate(prompt, 40)["output_ids"] == alone
 
 

@@ -8,7 +8,7 @@ host copies of a request) goes through the functions below, which take codes and
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import ClassVar
 
 import torch
@@ -57,11 +57,11 @@ class QuantKVPool(MHATokenToKVPool):
 
     # ---- allocation and sizes ----------------------------------------------------------------------
 
-    @property
+    @cached_property
     def k_block(self) -> HeadBlock:
         return self.recipe.block(Operand.K, self.head_dim, self.page_size)
 
-    @property
+    @cached_property
     def v_block(self) -> HeadBlock:
         return self.recipe.block(Operand.V, self.v_head_dim, self.page_size)
 

@@ -61,11 +61,12 @@ def _resolve(server_args, previous) -> None:
         return
     _refuse_flags(cfg)
     check_page_size(cfg.page_size or DEFAULT_PAGE_SIZE)
-    backend = _check_model(server_args, cfg)
+    architecture = _check_model(server_args, cfg)
     if cfg.page_size is None:
         declare_resolution(server_args, SOURCE, page_size=DEFAULT_PAGE_SIZE)
     if cfg.attention_backend is None:
-        declare_resolution(server_args, SOURCE, attention_backend=backend)
+        insists = architecture.startswith(_INSISTING_ARCHITECTURES)
+        declare_resolution(server_args, SOURCE, attention_backend=BACKEND_ALIAS if insists else BACKEND_NAME)
 
 
 def _disable_graphs(server_args, previous) -> None:
@@ -171,7 +172,7 @@ def _check_backend(source: str, backend: str | None, dtype: str) -> None:
 
 
 def _check_model(server_args, cfg) -> str:
-    """Refuses models without a packed cache; returns the name under which the model accepts our backend."""
+    """Refuses models without a packed cache; returns the model's architecture."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
@@ -186,6 +187,4 @@ def _check_model(server_args, cfg) -> str:
             "models with attention in every layer on a CPU, this one on a GPU",
             "Serve this model on a GPU",
         )
-    if cfg.attention_backend is not None:
-        return cfg.attention_backend
-    return BACKEND_ALIAS if architecture.startswith(_INSISTING_ARCHITECTURES) else BACKEND_NAME
+    return architecture

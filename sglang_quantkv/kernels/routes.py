@@ -6,12 +6,13 @@ descriptor of the kernel that ran, so that a server can prove what it served wit
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
-from sglang_quantkv.formats import RECIPES
+from sglang_quantkv.formats import RECIPES, HeadBlock
 from sglang_quantkv.kernels import torch_routes
 from sglang_quantkv.reference import PagedCache
 
@@ -39,7 +40,11 @@ class KernelDesc:
 
 def describe(phase: str, cache: PagedCache) -> KernelDesc:
     """The kernel that runs a phase on this cache."""
-    k, v = cache.k_block, cache.v_block
+    return _describe(phase, cache.k_block, cache.v_block)
+
+
+@functools.cache  # asked for at every call of every layer
+def _describe(phase: str, k: HeadBlock, v: HeadBlock) -> KernelDesc:
     recipe = next(r.name for r in RECIPES.values() if (r.k, r.v) == (k.format, v.format))
     return KernelDesc(phase, "torch", recipe, k.head_dim, v.head_dim, k.page_size)
 
