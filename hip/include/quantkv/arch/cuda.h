@@ -51,6 +51,17 @@ QUANTKV_DEVICE uint32_t pack_bf16(float lo, float hi) {
   return d;
 }
 
+QUANTKV_DEVICE uint32_t pack_half(float lo, float hi) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+QUANTKV_DEVICE float half_to_float(uint32_t bits) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<uint16_t>(bits)));
+  return y;
+}
+
 // ---- instructions of the mma map ------------------------------------------------------------------
 
 QUANTKV_DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {

@@ -88,6 +88,36 @@ inline uint32_t round_to_bf16(float value) {
 }
 QUANTKV_DEVICE uint32_t pack_bf16(float lo, float hi) { return round_to_bf16(lo) | round_to_bf16(hi) << 16; }
 
+
+inline float half_to_float(uint32_t bits) {
+  const uint32_t magnitude = (bits & 0x7FFFu) << 13, sign = (bits & 0x8000u) << 16;
+  float value;
+  memcpy(&value, &magnitude, 4);
+  value *= 0x1p112f;  // rebias; exact for subnormal numbers too
+  uint32_t result;
+  memcpy(&result, &value, 4);
+  if ((bits & 0x7C00u) == 0x7C00u) result |= 0x7F800000u;
+  result |= sign;
+  memcpy(&value, &result, 4);
+  return value;
+}
+inline uint32_t round_to_half(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return sign | 0x7E00u;
+  if (magnitude >= 0x47800000u) return sign | 0x7C00u;  // 65536 and more
+  if (magnitude < 0x38800000u) {                        // a multiple of 2^-24: let float addition round
+    float small;
+    memcpy(&small, &magnitude, 4);
+    small += 0.5f;
+    memcpy(&bits, &small, 4);
+    return sign | (bits - 0x3F000000u);
+  }
+  return sign | ((magnitude - 0x38000000u + 0xFFFu + (magnitude >> 13 & 1)) >> 13);
+}
+QUANTKV_DEVICE uint32_t pack_half(float lo, float hi) { return round_to_half(lo) | round_to_half(hi) << 16; }
+
 }  // namespace quantkv
 
 #include "quantkv/arch/emulated_matrix.h"
@@ -99,6 +129,7 @@ using Stream = void*;
 // nullptr, or what went wrong: a divergent collective, a deadlock, shared memory that does not fit.
 template <class Params>
 const char* launch(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes, Stream, const Params& params) {
+  reset_barriers();
   return emulation::run(grid.x, grid.y, threads, kWave, shared_bytes, [&] { kernel(params); });
 }
 

@@ -167,6 +167,7 @@ inline std::vector<BarrierState>& barrier_states() {
   static std::vector<BarrierState> states;
   return states;
 }
+inline void reset_barriers() { barrier_states().clear(); }
 QUANTKV_DEVICE void barrier_init(Barrier* barrier, int) {
   *barrier = barrier_states().size();
   barrier_states().emplace_back();
@@ -183,7 +184,8 @@ QUANTKV_DEVICE void copy_piece(Barrier* barrier, uint8_t* to, const uint8_t* fro
 QUANTKV_DEVICE void copy_end(Barrier*) {}
 // Waits until the phase of this parity is complete, as mbarrier.try_wait.parity does.
 QUANTKV_DEVICE void barrier_wait(Barrier* barrier, int parity) {
-  for (;;) {
+  for (int tries = 0;; tries++) {
+    if (tries == 1000000) emulation::machine().error = "a barrier is waited for that nothing completes";
     BarrierState& state = barrier_states()[*barrier];
     if ((state.completed & 1) != parity) return;
     if (state.expected >= 0) {
@@ -203,6 +205,8 @@ QUANTKV_DEVICE void barrier_wait(Barrier* barrier, int parity) {
 }
 
 #else  // 64 lanes
+
+inline void reset_barriers() {}
 
 // kRun elements of contraction belong to each quarter of the wave.
 template <class Elements, int kRun>

@@ -56,6 +56,12 @@ QUANTKV_DEVICE uint32_t pack_bf16(float lo, float hi) {
   return __builtin_bit_cast(uint32_t, Pair{(__bf16)lo, (__bf16)hi});
 }
 
+QUANTKV_DEVICE uint32_t pack_half(float lo, float hi) {
+  typedef _Float16 Pair __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(uint32_t, Pair{(_Float16)lo, (_Float16)hi});
+}
+QUANTKV_DEVICE float half_to_float(uint32_t bits) { return (float)__builtin_bit_cast(_Float16, (uint16_t)bits); }
+
 // ---- instructions of the MFMA and MMAC maps -------------------------------------------------------
 
 // Byte i of the result is the byte that selector byte i names: 0..3 from lo, 4..7 from hi.
