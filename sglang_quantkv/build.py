@@ -19,7 +19,7 @@ from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import DEFAULT_PAGE_SIZE, PAGE_SIZES, RECIPES, check_page_size, find_recipe
 from sglang_quantkv.kernels.build import HEAD_DIMS, PHASES, Unit, build_module, cache_root, compile_device
 from sglang_quantkv.kernels.device_code import Kernel, cuda_kernels
-from sglang_quantkv.kernels.targets import EMULATED_MAPS, HIP_TARGETS, Platform, Target, current_target, find_target
+from sglang_quantkv.kernels.targets import EMULATED_MAPS, HIP_MAPS, Platform, Target, current_target, find_target
 from sglang_quantkv.kernels.toolchain import CompileFailed, find_device_compiler, find_module_compiler
 
 
@@ -84,7 +84,7 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     def add(flag: str, default, parse, metavar: str, text: str) -> None:
         parser.add_argument(flag, default=default, type=parse, metavar=metavar, help=text)
 
-    target_help = f"sm_80 and later sm_XX, {', '.join((*HIP_TARGETS, *EMULATED_MAPS))} (default: this machine's GPU)"
+    target_help = f"sm_80 and later sm_XX, {', '.join((*HIP_MAPS, *EMULATED_MAPS))} (default: this machine's GPU)"
     add("--target", [], _names, "NAME,...", target_help)
     add("--recipe", list(RECIPES), _names, "NAME,...", f"{', '.join(RECIPES)} (default: all)")
     add("--head-dim", list(HEAD_DIMS), _numbers, "D,...", f"{', '.join(map(str, HEAD_DIMS))} (default: all)")

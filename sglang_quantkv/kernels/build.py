@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import RECIPES
 from sglang_quantkv.kernels.device_code import DeviceCode, amd_kernels, cuda_kernels
-from sglang_quantkv.kernels.targets import EMULATED_MAPS, Platform, Target
+from sglang_quantkv.kernels.targets import EMULATED_MAPS, HIP_MAPS, Platform, Target
 from sglang_quantkv.kernels.toolchain import DEVICE_ONLY_FLAGS, find_device_compiler, find_module_compiler
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ PHASES = ("store", "decode", "extend", "slots")
 HEAD_DIMS = (64, 128, 256)
 
 _PACKAGE = Path(__file__).parents[1]
-# In the repository hip/ lies beside the package; a wheel carries it inside.
-HIP_ROOT = next((root for root in (_PACKAGE / "hip", _PACKAGE.parent / "hip") if root.exists()), _PACKAGE / "hip")
+# A wheel carries hip/ inside the package. In the repository it lies beside it, and a link, which copies of a tree may
+# lack, is inside.
+_ROOTS = (_PACKAGE / "hip", _PACKAGE.parent / "hip")
+HIP_ROOT = next((root.resolve() for root in _ROOTS if root.exists()), _ROOTS[0])
 
 _FORMATS = {"int8": "kInt8", "mxfp4": "kMxfp4", "fp4_g32": "kFp4G32"}
 
@@ -54,7 +56,15 @@ _FLAGS = {
         "-Xcompiler=-fPIC,-ffp-contract=off",
     ),
     Platform.HIP: ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-x", "hip"),
-    Platform.EMULATED: ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-Wall", "-Wno-unknown-pragmas"),
+    Platform.EMULATED: (
+        "-std=c++17",
+        "-O2",
+        "-ffp-contract=off",
+        "-fPIC",
+        "-fno-gnu-unique",
+        "-Wall",
+        "-Wno-unknown-pragmas",
+    ),
 }
 _SUFFIXES = {Platform.CUDA: ".cu", Platform.HIP: ".hip", Platform.EMULATED: ".cpp"}
 
@@ -188,8 +198,13 @@ def compile_device(unit: Unit, target: Target, root: Path = HIP_ROOT) -> DeviceC
 
 def _flags(target: Target) -> tuple[str, ...]:
     """Flags that decide what is built; none names a path of this machine."""
-    emulated = (f"-DQUANTKV_EMULATED_MAP={EMULATED_MAPS[target.name]}",) if target.name in EMULATED_MAPS else ()
-    return (*_FLAGS[target.platform], *emulated)
+    match target.platform:
+        case Platform.CUDA:
+            return _FLAGS[Platform.CUDA]
+        case Platform.HIP:
+            return (*_FLAGS[Platform.HIP], f"-DQUANTKV_MAP={HIP_MAPS[target.name]}")
+        case Platform.EMULATED:
+            return (*_FLAGS[Platform.EMULATED], f"-DQUANTKV_EMULATED_MAP={EMULATED_MAPS[target.name]}")
 
 
 def _includes(*folders: Path) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ class Kernel:
     """One compiled kernel.
 
     Attributes:
-        name: demangled, without namespace and parameters.
+        name: demangled, without the namespace, the parameters and the unit's own configuration.
         vector_registers: per lane; on AMD with those of the accumulation file.
         accumulator_registers: AMD's accumulation file alone; 0 on NVIDIA.
         scalar_registers: per wave; 0 on NVIDIA.
@@ -109,6 +109,7 @@ def _demangled(kernels: Iterable[Kernel]) -> tuple[Kernel, ...]:
 
 
 def _short(name: str) -> str:
-    """``void quantkv::f<(quantkv::Format)0>(quantkv::Params)`` as ``f<0>``."""
+    """``void quantkv::f<quantkv::CacheConfig<...>, (quantkv::Element)1>(quantkv::Params)`` as ``f<1>``."""
     name = name.removeprefix("void ").replace("quantkv::", "")
-    return re.sub(r"\(\w+\)(?=[\d-])|\([^()]*\)$", "", name)
+    name = re.sub(r"\(\w+\)(?=[\d-])|\([^()]*\)$", "", name)
+    return re.sub(r"CacheConfig<[^<>]*>(, | (?=>))?", "", name).replace("<>", "")

@@ -17,14 +17,20 @@ class Platform(str, Enum):
     EMULATED = "emulated"
 
 
-# Emulated targets and the register map of the matrix unit that each stands in for; see hip/include/quantkv/arch.h.
+# Register maps of matrix units, by name of the target; see hip/include/quantkv/arch.h.
 EMULATED_MAPS = {
     "emulated_mma": "QUANTKV_MAP_MMA",
     "emulated_mfma": "QUANTKV_MAP_MFMA",
     "emulated_mfma_wide": "QUANTKV_MAP_MFMA_WIDE",
     "emulated_mmac": "QUANTKV_MAP_MMAC",
 }
-HIP_TARGETS = ("gfx942", "gfx950", "gfx90a", "gfx936")
+# A host pass does not know the architecture, but it counts threads and bytes for the kernels that are compiled for it.
+HIP_MAPS = {
+    "gfx942": "QUANTKV_MAP_MFMA",
+    "gfx950": "QUANTKV_MAP_MFMA_WIDE",
+    "gfx90a": "QUANTKV_MAP_MFMA",
+    "gfx936": "QUANTKV_MAP_MMAC",
+}
 MIN_CUDA_CAPABILITY = 80
 # Kernels written for Hopper use instructions that only the architecture's own feature set has.
 _CUDA_ARCHITECTURES = {"sm_90": "sm_90a"}
@@ -58,9 +64,9 @@ def find_target(name: str) -> Target:
         UnsupportedConfig: when there are no kernels for it.
     """
     capability = re.fullmatch(r"sm_(\d{2,3})", name)
-    if name in EMULATED_MAPS or name in HIP_TARGETS or (capability and int(capability[1]) >= MIN_CUDA_CAPABILITY):
+    if name in EMULATED_MAPS or name in HIP_MAPS or (capability and int(capability[1]) >= MIN_CUDA_CAPABILITY):
         return Target(name)
-    supported = f"sm_{MIN_CUDA_CAPABILITY} and later sm_XX, {', '.join((*HIP_TARGETS, *EMULATED_MAPS))}"
+    supported = f"sm_{MIN_CUDA_CAPABILITY} and later sm_XX, {', '.join((*HIP_MAPS, *EMULATED_MAPS))}"
     raise UnsupportedConfig(f"there are no kernels for target {name}", supported, "Choose one of these")
 
 

@@ -197,7 +197,7 @@ def test_sources_that_do_not_compile(hip_root):
 @pytest.mark.parametrize("name", ["gfx942", "gfx950", "gfx90a", "gfx936", "sm_80", "sm_90"])
 def test_device_code(hip_root, name):
     (kernel,) = compile_device(UNIT, Target(name), hip_root).kernels
-    assert kernel.name == "copy_row<CacheConfig<0, 1, 128, 64> >"
+    assert kernel.name == "copy_row"
     assert kernel.vector_registers > 0
     assert (kernel.shared_nbytes, kernel.spills, kernel.stack_nbytes) == (512, 0, 0)
     assert ("global_load_dword" if name.startswith("gfx") else "LDG.E") in kernel.assembly
@@ -252,7 +252,7 @@ def test_command_shows_device_code(small, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "gfx942: 1 units, device code compiled, not run" in out
     assert "gfx936: 1 units as text" in out
-    assert "copy_row<CacheConfig<0, 0, 128, 64> >" in out
+    assert "copy_row" in out
 
 
 def test_command_builds_cuda_without_a_gpu(small, hip_root, capsys):
