@@ -4,8 +4,9 @@
 // fiber per GPU thread). Each defines the same names in namespace quantkv:
 //   qualifiers    QUANTKV_DEVICE, QUANTKV_HOST_DEVICE, QUANTKV_KERNEL(threads, blocks_per_unit)
 //   identity      thread_index, block_index, block_index_y, num_blocks, block_size, shared_memory, kWave, kMap
-//   collectives   sync_block, sync_wave, shuffle, shuffle_xor, any
-//   arithmetic    exp2_approx, divide_approx, and IEEE divide, square_root, round_even
+//   collectives   sync_block, sync_wave, shuffle, shuffle_xor, any, ballot
+//   arithmetic    exp2_approx, divide_approx, and IEEE divide, square_root, round_even; trailing_zeros
+//   conversions   pack_bf16, pack_fp16, fp16_value
 //   launch        Stream, launch(kernel, grid, threads, shared_bytes, stream, params)
 // and the matrix unit's own instructions, which only the fragment header of its map calls.
 #pragma once

@@ -47,6 +47,8 @@ struct Fragments {
     return kInt8V ? 8 * j + group() : 32 * (j >> 2) + 4 * group() + (j & 3);
   }
 
+  // One lane of those that share a lane's columns.
+  QUANTKV_DEVICE static bool is_first_of_column() { return group() == 0; }
   // Over the lanes that share a lane's columns.
   QUANTKV_DEVICE static float max_over_tokens(float x) {
     for (int mask = 4; mask < 32; mask <<= 1) x = fmaxf(x, shuffle_xor(x, mask));

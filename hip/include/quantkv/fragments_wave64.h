@@ -51,6 +51,7 @@ struct Fragments {
     return kInt8V ? 16 * tile + index : 32 * (tile >> 1) + 2 * index + (tile & 1);
   }
 
+  QUANTKV_DEVICE static bool is_first_of_column() { return quarter() == 0; }
   QUANTKV_DEVICE static float max_over_tokens(float x) {
     x = fmaxf(x, shuffle_xor(x, 16));
     return fmaxf(x, shuffle_xor(x, 32));

@@ -33,6 +33,10 @@ QUANTKV_DEVICE T shuffle_xor(T value, int mask) {
   return __shfl_xor_sync(kAllLanes, value, mask);
 }
 QUANTKV_DEVICE bool any(bool predicate) { return __any_sync(kAllLanes, predicate); }
+// Bit l: lane l's predicate.
+QUANTKV_DEVICE uint64_t ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
+
+QUANTKV_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 
 QUANTKV_DEVICE float exp2_approx(float x) {
   float y;
@@ -43,6 +47,7 @@ QUANTKV_DEVICE float divide_approx(float a, float b) { return __fdividef(a, b); 
 QUANTKV_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 QUANTKV_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
 QUANTKV_DEVICE float round_even(float x) { return rintf(x); }
+QUANTKV_DEVICE int trailing_zeros(uint32_t x) { return __ffs(x) - 1; }  // x != 0
 
 // Low half: lo, high half: hi, both rounded to nearest even.
 QUANTKV_DEVICE uint32_t pack_bf16(float lo, float hi) {
@@ -50,17 +55,17 @@ QUANTKV_DEVICE uint32_t pack_bf16(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
   return d;
 }
-
-QUANTKV_DEVICE uint32_t pack_half(float lo, float hi) {
+QUANTKV_DEVICE uint32_t pack_fp16(float lo, float hi) {
   uint32_t d;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
   return d;
 }
-QUANTKV_DEVICE float half_to_float(uint32_t bits) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<uint16_t>(bits)));
-  return y;
+QUANTKV_DEVICE float fp16_value(uint32_t half) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(half)));
+  return value;
 }
+
 
 // ---- instructions of the mma map ------------------------------------------------------------------
 

@@ -10,7 +10,7 @@
 
 #include "quantkv/arch/fibers.h"
 
-#define QUANTKV_DEVICE static inline
+#define QUANTKV_DEVICE inline
 #define QUANTKV_HOST_DEVICE inline
 #define QUANTKV_KERNEL(threads, blocks_per_unit) static void
 #if QUANTKV_MAP == QUANTKV_MAP_MMA
@@ -61,24 +61,29 @@ QUANTKV_DEVICE T shuffle_xor(T value, int mask) {
   return shuffle(value, (thread_index() % kWave) ^ mask);
 }
 struct Vote {
-  bool in, out;
+  bool in;
+  uint64_t out;
 };
-inline void run_any(void* const* lanes, int count) {
-  bool found = false;
-  for (int l = 0; l < count; l++) found |= static_cast<Vote*>(lanes[l])->in;
-  for (int l = 0; l < count; l++) static_cast<Vote*>(lanes[l])->out = found;
+inline void run_ballot(void* const* lanes, int count) {
+  uint64_t votes = 0;
+  for (int l = 0; l < count; l++) votes |= uint64_t{static_cast<Vote*>(lanes[l])->in} << l;
+  for (int l = 0; l < count; l++) static_cast<Vote*>(lanes[l])->out = votes;
 }
-QUANTKV_DEVICE bool any(bool predicate) {
-  Vote v{predicate, false};
-  emulation::collective(emulation::kWaveScope, run_any, &v);
+// Bit l: lane l's predicate.
+QUANTKV_DEVICE uint64_t ballot(bool predicate) {
+  Vote v{predicate, 0};
+  emulation::collective(emulation::kWaveScope, run_ballot, &v);
   return v.out;
 }
+QUANTKV_DEVICE bool any(bool predicate) { return ballot(predicate) != 0; }
 
+QUANTKV_DEVICE int count_bits(uint32_t x) { return __builtin_popcount(x); }
 QUANTKV_DEVICE float exp2_approx(float x) { return exp2f(x); }
 QUANTKV_DEVICE float divide_approx(float a, float b) { return a / b; }
 QUANTKV_DEVICE float divide(float a, float b) { return a / b; }
 QUANTKV_DEVICE float square_root(float x) { return sqrtf(x); }
 QUANTKV_DEVICE float round_even(float x) { return rintf(x); }
+QUANTKV_DEVICE int trailing_zeros(uint32_t x) { return __builtin_ctz(x); }  // x != 0
 
 inline uint32_t round_to_bf16(float value) {
   uint32_t bits;
@@ -87,6 +92,20 @@ inline uint32_t round_to_bf16(float value) {
   return (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
 }
 QUANTKV_DEVICE uint32_t pack_bf16(float lo, float hi) { return round_to_bf16(lo) | round_to_bf16(hi) << 16; }
+
+inline uint32_t round_to_fp16(float value) {
+  const auto half = static_cast<_Float16>(value);
+  uint16_t bits;
+  memcpy(&bits, &half, 2);
+  return bits;
+}
+QUANTKV_DEVICE uint32_t pack_fp16(float lo, float hi) { return round_to_fp16(lo) | round_to_fp16(hi) << 16; }
+QUANTKV_DEVICE float fp16_value(uint32_t half) {
+  const auto bits = static_cast<uint16_t>(half);
+  _Float16 value;
+  memcpy(&value, &bits, 2);
+  return value;
+}
 
 
 inline float half_to_float(uint32_t bits) {

@@ -43,24 +43,30 @@ QUANTKV_DEVICE T shuffle_xor(T value, int mask) {
   return shuffle(value, lane ^ mask);
 }
 QUANTKV_DEVICE bool any(bool predicate) { return __builtin_amdgcn_ballot_w64(predicate) != 0; }
+// Bit l: lane l's predicate.
+QUANTKV_DEVICE uint64_t ballot(bool predicate) { return __builtin_amdgcn_ballot_w64(predicate); }
 
+QUANTKV_DEVICE int count_bits(uint32_t x) { return __builtin_popcount(x); }
 QUANTKV_DEVICE float exp2_approx(float x) { return __builtin_amdgcn_exp2f(x); }
 QUANTKV_DEVICE float divide_approx(float a, float b) { return a * __builtin_amdgcn_rcpf(b); }
 QUANTKV_DEVICE float divide(float a, float b) { return a / b; }
 QUANTKV_DEVICE float square_root(float x) { return __builtin_sqrtf(x); }
 QUANTKV_DEVICE float round_even(float x) { return __builtin_rintf(x); }
+QUANTKV_DEVICE int trailing_zeros(uint32_t x) { return __builtin_ctz(x); }  // x != 0
 
 // Low half: lo, high half: hi, both rounded to nearest even. gfx950 does it in one instruction.
 QUANTKV_DEVICE uint32_t pack_bf16(float lo, float hi) {
   typedef __bf16 Pair __attribute__((ext_vector_type(2)));
   return __builtin_bit_cast(uint32_t, Pair{(__bf16)lo, (__bf16)hi});
 }
-
-QUANTKV_DEVICE uint32_t pack_half(float lo, float hi) {
+QUANTKV_DEVICE uint32_t pack_fp16(float lo, float hi) {
   typedef _Float16 Pair __attribute__((ext_vector_type(2)));
   return __builtin_bit_cast(uint32_t, Pair{(_Float16)lo, (_Float16)hi});
 }
-QUANTKV_DEVICE float half_to_float(uint32_t bits) { return (float)__builtin_bit_cast(_Float16, (uint16_t)bits); }
+QUANTKV_DEVICE float fp16_value(uint32_t half) {
+  return __builtin_bit_cast(_Float16, static_cast<uint16_t>(half));
+}
+
 
 // ---- instructions of the MFMA and MMAC maps -------------------------------------------------------
 

@@ -1,0 +1,331 @@
+// Decode and verify: the last 1 to 8 query tokens of each request attend to its packed pages.
+//
+// Every wave is a worker of its own: a private ring of tiles (K, V, K, V, ...), a contiguous range of the plan's
+// positions, no barrier with other waves. A combine kernel merges the workers' partial results.
+#pragma once
+#include "quantkv/attend.h"
+#include "quantkv/params.h"
+#include "quantkv/ring.h"
+#include "src/decode_plan.h"
+
+namespace quantkv {
+
+constexpr int kMaxQueryTokens = 8;
+
+struct DecodeParams {
+  AttentionParams attention;
+  DecodePlan plan;
+  const uint8_t* tree_mask;  // [requests, q_len] bit j: query token i sees query token j; nullptr: causal
+  float* partial_out;        // [workers + segments, rows, D]
+  float* partial_state;      // [workers + segments, rows, 2] maximum in log2 units, and sum
+  int q_len;
+  int row_blocks;            // blocks of rows that a KV head's group * q_len rows fill
+  int stages;
+};
+
+// A kernel's query tile: more rows take the next wider one, and then more blocks of rows.
+template <class Config, int kColumns_, bool kTwoTerm_>
+struct DecodeShape {
+  static constexpr int kColumns = kColumns_;
+  static constexpr bool kTwoTerm = kTwoTerm_;
+  using Attention = WaveAttention<Config, kColumns, kTwoTerm>;
+  using K = typename Config::K;
+  using V = typename Config::V;
+  static constexpr int kRows = Attention::kRows;
+  static constexpr int kSlotBytes =
+      RingSlot<K>::kBytes > RingSlot<V>::kBytes ? RingSlot<K>::kBytes : RingSlot<V>::kBytes;
+  static constexpr int kSlotTokens = RingSlot<K>::kTokens;
+  static constexpr int kPages = RingSlot<K>::kPages;
+  static constexpr int kTiles = kSlotTokens / kTileTokens;
+  // Registers decide: 4-bit decoding needs more waves in flight, large heads leave room for fewer.
+  static constexpr int kMaxWaves = kWave == 64 ? 4 : Config::kHeadDim > 128 ? (K::kIsInt8 ? 4 : 8) : K::kIsInt8 ? 8 : 12;
+  using Ring = TileRing<WaveScope, kSlotBytes, kPages, kTiles>;
+  static constexpr int ring_bytes_of(int stages) { return ring_bytes(stages, kSlotBytes) * (kWave == 64 ? kTiles : 1); }
+};
+
+// Hands a worker's tiles to its ring. Lanes look up the pages of as many slots at once.
+template <class Config, class Shape>
+class DecodeSource {
+ public:
+  QUANTKV_DEVICE DecodeSource(const DecodeParams& p, int begin, int end, int request)
+      : p_(p), position_(begin), end_(end), request_(request), looked_up_to_(begin) {}
+
+  QUANTKV_DEVICE bool next(TileCopy& tile) {
+    if (position_ >= end_) return false;
+    const AttentionParams& a = p_.attention;
+    if (!value_) {
+      if (position_ == looked_up_to_) look_up();
+      const int lane = position_ - (looked_up_to_ - kWave);
+      for (int i = 0; i < Shape::kPages; i++) current_page_[i] = shuffle(page_[i], lane);
+      current_head_ = shuffle(head_, lane);
+    }
+    const uint8_t* records = value_ ? a.v_records : a.k_records;
+    const int64_t stride = value_ ? a.v_page_stride : a.k_page_stride;
+    tile.page_bytes = value_ ? Config::V::kBytes : Config::K::kBytes;
+    for (int i = 0; i < Shape::kPages; i++)
+      tile.page[i] = current_page_[i] < 0 ? nullptr : records + current_page_[i] * stride + int64_t{current_head_} * tile.page_bytes;
+    position_ += value_;
+    value_ = !value_;
+    return true;
+  }
+
+ private:
+  QUANTKV_DEVICE void look_up() {
+    looked_up_to_ = position_ + kWave;
+    const int position = position_ + lane_index();
+    if (position >= end_) return;
+    const AttentionParams& a = p_.attention;
+    request_ = p_.plan.request_at(position, request_);
+    const int count = p_.plan.slots[request_], local = position - p_.plan.start[request_], segment = local / count;
+    const int slot = p_.plan.first_slot[request_] + local - segment * count;
+    head_ = segment / p_.row_blocks;
+    const int length = a.seq_lens[request_];
+    const int unseen = a.window_left < 0 ? 0 : max_of(0, length - p_.q_len - a.window_left);
+    for (int i = 0; i < Shape::kPages; i++) {
+      const int page = slot * Shape::kPages + i, token = page * Config::kPageSize;
+      const bool used = token < length && token + Config::kPageSize > unseen;
+      page_[i] = used ? a.page_table[request_ * a.table_stride + page] : -1;
+    }
+  }
+
+  const DecodeParams& p_;
+  int position_, end_, request_, looked_up_to_;
+  bool value_ = false;
+  int page_[Shape::kPages], head_ = 0;
+  int current_page_[Shape::kPages], current_head_ = 0;
+};
+
+// Which tokens the slots of a lane see: those of the prefix inside their windows, and of the query tokens those that
+// their bits name.
+template <int kSlots>
+struct StepMask {
+  int first[kSlots];
+  uint32_t seen[kSlots];
+  int prefix;
+  QUANTKV_DEVICE bool visible(int slot, int token) const {
+    return token >= first[slot] && (token < prefix || (token < prefix + kMaxQueryTokens && (seen[slot] >> (token - prefix) & 1)));
+  }
+};
+
+template <class Config, class Shape>
+QUANTKV_KERNEL(Shape::kMaxWaves* kWave, 1)
+decode_kernel(DecodeParams p) {
+  using Attention = typename Shape::Attention;
+  const AttentionParams& a = p.attention;
+  const int worker = block_index() * (block_size() / kWave) + wave_index();
+  int position = p.plan.begin(worker);
+  const int end = p.plan.begin(worker + 1);
+  if (position >= end) return;
+  int request = p.plan.worker_request[worker];
+
+  typename Shape::Ring ring(shared_memory() + wave_index() * Shape::ring_bytes_of(p.stages), p.stages);
+  DecodeSource<Config, Shape> source(p, position, end, request);
+  ring.fill(source);
+
+  Attention attention;
+  const int rows = p.q_len * a.group;
+  while (position < end) {
+    request = p.plan.request_at(position, request);
+    const int count = p.plan.slots[request], local = position - p.plan.start[request], segment = local / count;
+    const int first = local - segment * count, last = min_of(count, first + end - position);
+    const int head = segment / p.row_blocks, first_row = segment % p.row_blocks * Attention::kRows;
+    const int length = a.seq_lens[request], prefix = length - p.q_len;
+
+    attention.start(
+        [&](int r) -> const uint16_t* {
+          const int row = first_row + r;
+          if (row >= rows) return nullptr;
+          const int64_t token = int64_t{request} * p.q_len + row / a.group;
+          return a.q + row_offset(token, head * a.group + row % a.group, a.q_token_stride, a.q_head_stride);
+        },
+        a.element, a.scale_log2);
+    StepMask<Attention::kSlots> mask;
+    mask.prefix = prefix;
+    for (int slot = 0; slot < Attention::kSlots; slot++) {
+      const int query = min_of((first_row + Attention::row(slot)) / a.group, p.q_len - 1);
+      mask.seen[slot] = p.tree_mask ? p.tree_mask[request * p.q_len + query] : (2u << query) - 1;
+      // A query token stands one position after the last of the query tokens that it descends from.
+      const int place = prefix + count_bits(mask.seen[slot]) - 1;
+      mask.first[slot] = a.window_left < 0 ? 0 : max_of(0, place - a.window_left);
+    }
+    // Tokens in between are seen by every row.
+    const int all_from = a.window_left < 0 ? 0 : max_of(0, length - 1 - a.window_left), all_to = prefix + 1;
+
+    for (int i = first; i < last; i++) {
+      const int slot_token = (p.plan.first_slot[request] + i) * Shape::kSlotTokens;
+      const uint8_t* k = ring.wait(source);
+      const uint8_t* v = nullptr;
+#pragma unroll 1
+      for (int tile = 0; tile < Shape::kTiles; tile++) {
+        const int token = slot_token + tile * kTileTokens;
+        const Tile<typename Config::K> keys{k, tile * kTileTokens};
+        float probabilities[Attention::kSlots][Attention::kTokens];
+        const bool masked = token < all_from || token + kTileTokens > all_to;
+        if (masked)
+          attention.template scores<true>(keys, token, mask, a.softcap_log2, probabilities);
+        else
+          attention.template scores<false>(keys, token, mask, a.softcap_log2, probabilities);
+        if (tile == Shape::kTiles - 1) ring.release(source);
+        if (tile == 0) v = ring.wait(source);
+        const Tile<typename Config::V> values{v, tile * kTileTokens};
+        if (masked)
+          attention.template values<true>(values, token, mask, probabilities);
+        else
+          attention.template values<false>(values, token, mask, probabilities);
+      }
+      ring.release(source);
+    }
+    position += last - first;
+
+    attention.finish();
+    const int64_t place = worker + int64_t{request} * p.plan.segments_per_request + segment;
+    for (int slot = 0; slot < Attention::kSlots; slot++) {
+      const int column = Attention::F::column(slot), row = Attention::row_of(column);
+      if (Attention::is_residual(column) || first_row + row >= rows) continue;
+      const int64_t partial = place * Attention::kRows + row;
+      if (Attention::F::is_first_of_column()) {
+        p.partial_state[2 * partial] = attention.maximum[slot];
+        p.partial_state[2 * partial + 1] = attention.sum[slot];
+      }
+      for (int j = 0; j < Attention::F::kDims; j++)
+        p.partial_out[partial * Config::kHeadDim + Attention::F::dim(j)] = attention.output.at(slot, j);
+    }
+  }
+}
+
+// ---- combine --------------------------------------------------------------------------------------
+
+constexpr int kCombineThreads = 128;
+
+// One block per (segment, row): threads hold four dims each, and the groups of D / 4 threads take turns at partials.
+template <class Config, class Shape>
+QUANTKV_KERNEL(kCombineThreads, 1)
+combine_kernel(DecodeParams p) {
+  constexpr int kDimThreads = Config::kHeadDim / 4, kTurns = kCombineThreads / kDimThreads;
+  const AttentionParams& a = p.attention;
+  const int segment = block_index(), row = block_index_y();
+  const int request = segment / p.plan.segments_per_request, local = segment % p.plan.segments_per_request;
+  const int head = local / p.row_blocks, query_row = local % p.row_blocks * Shape::kRows + row;
+  const int turn = thread_index() / kDimThreads, dim = thread_index() % kDimThreads * 4;
+  if (query_row >= p.q_len * a.group) return;  // all threads alike
+  const int first = p.plan.partials[2 * segment], count = p.plan.partials[2 * segment + 1];
+
+  float maximum = kLowest, sum = 0, out[4] = {};
+  for (int i = turn; i < count; i += kTurns) {
+    const int64_t partial = int64_t{first + i} * Shape::kRows + row;
+    const float m = p.partial_state[2 * partial], s = p.partial_state[2 * partial + 1];
+    const Bytes16 o = load16(p.partial_out + partial * Config::kHeadDim + dim);
+    const float larger = fmaxf(maximum, m), old = exp2_approx(maximum - larger), young = exp2_approx(m - larger);
+    maximum = larger;
+    sum = sum * old + s * young;
+    for (int d = 0; d < 4; d++) out[d] = out[d] * old + as_float(o.w[d]) * young;
+  }
+  // Turn 0 adds the others' results, in order.
+  float* shared = reinterpret_cast<float*>(shared_memory());
+  float* mine = shared + thread_index() * 6;
+  mine[0] = maximum, mine[1] = sum;
+  for (int d = 0; d < 4; d++) mine[2 + d] = out[d];
+  sync_block();
+  if (turn != 0) return;
+  for (int t = 1; t < kTurns; t++) {
+    const float* other = shared + (t * kDimThreads + thread_index()) * 6;
+    const float larger = fmaxf(maximum, other[0]), old = exp2_approx(maximum - larger), young = exp2_approx(other[0] - larger);
+    maximum = larger;
+    sum = sum * old + other[1] * young;
+    for (int d = 0; d < 4; d++) out[d] = out[d] * old + other[2 + d] * young;
+  }
+  const int query_head = head * a.group + query_row % a.group;
+  if (a.sinks) {
+    const float sink = a.sinks[query_head] * kLog2e, larger = fmaxf(maximum, sink), old = exp2_approx(maximum - larger);
+    sum = sum * old + exp2_approx(sink - larger);
+    for (int d = 0; d < 4; d++) out[d] *= old;
+  }
+  const float inverse = sum == 0 ? 0.0f : divide(1.0f, sum);  // a request without tokens: zeros
+  const int64_t token = int64_t{request} * p.q_len + query_row / a.group;
+  uint16_t* to = a.out + row_offset(token, query_head, a.out_token_stride, a.out_head_stride) + dim;
+  const uint32_t words[2] = {pack_elements(out[0] * inverse, out[1] * inverse, a.element),
+                             pack_elements(out[2] * inverse, out[3] * inverse, a.element)};
+  __builtin_memcpy(__builtin_assume_aligned(to, 8), words, 8);
+}
+
+// ---- instantiation and launch -----------------------------------------------------------------------
+
+// Calls visit(Shape{}) with the narrowest query tile that holds `rows` rows, two terms where columns stay idle.
+#if QUANTKV_MAP == QUANTKV_MAP_MMA
+template <class Config, class Visit>
+auto with_decode_shape(int rows, const Visit& visit) {
+  if (rows <= 4) return visit(DecodeShape<Config, 8, true>{});
+  if (rows <= 8) return visit(DecodeShape<Config, 8, false>{});
+  return visit(DecodeShape<Config, 16, false>{});
+}
+#else
+template <class Config, class Visit>
+auto with_decode_shape(int rows, const Visit& visit) {
+  if (rows <= 8) return visit(DecodeShape<Config, 16, true>{});
+  return visit(DecodeShape<Config, 16, false>{});
+}
+#endif
+
+#ifndef QUANTKV_DEVICE_ONLY
+
+// How a decode launch is laid out on a device; the same for every layer of a model.
+struct DecodeLayout {
+  int rows;        // query rows of a partial
+  int row_blocks;  // of a KV head
+  int waves;       // of a block
+  int stages;      // of a wave's ring
+  int workers;     // of the whole grid
+};
+
+template <class Config>
+DecodeLayout decode_layout(int rows, int device) {
+  const DeviceLimits limits = device_limits(device);
+  return with_decode_shape<Config>(rows, [&](auto shape) {
+    using Shape = decltype(shape);
+    DecodeLayout layout{Shape::kRows, ceil_div(rows, Shape::kRows), Shape::kMaxWaves, kMaxStages, 0};
+    while (layout.waves * Shape::ring_bytes_of(layout.stages) > limits.shared_bytes)
+      layout.stages > kMinStages ? layout.stages-- : layout.waves--;
+    layout.workers = layout.waves * limits.units;
+    return layout;
+  });
+}
+
+inline const char* plan(const PlanParams& p, Stream stream) {
+  if (p.plan.requests == 0) return nullptr;
+  return launch(plan_kernel, dim3(1), kPlanThreads, kPlanThreads * 4, stream, p);
+}
+
+template <class Config>
+const char* decode(DecodeParams p, const DecodeLayout& layout, Stream stream) {
+  if (p.attention.requests == 0) return nullptr;
+  p.stages = layout.stages;
+  return with_decode_shape<Config>(p.q_len * p.attention.group, [&](auto shape) {
+    using Shape = decltype(shape);
+    const char* error = launch(decode_kernel<Config, Shape>, dim3(layout.workers / layout.waves), layout.waves * kWave,
+                               layout.waves * Shape::ring_bytes_of(layout.stages), stream, p);
+    if (error) return error;
+    return launch(combine_kernel<Config, Shape>, dim3(p.attention.requests * p.plan.segments_per_request, Shape::kRows),
+                  kCombineThreads, kCombineThreads * 6 * 4, stream, p);
+  });
+}
+
+#endif
+
+}  // namespace quantkv
+
+// For device-only compiles.
+#define QUANTKV_INSTANTIATE_DECODE_SHAPE(columns, two_term, ...)                                                \
+  template QUANTKV_KERNEL(1024, 1)                                                                               \
+      quantkv::decode_kernel<__VA_ARGS__, quantkv::DecodeShape<__VA_ARGS__, columns, two_term>>(quantkv::DecodeParams); \
+  template QUANTKV_KERNEL(1024, 1)                                                                               \
+      quantkv::combine_kernel<__VA_ARGS__, quantkv::DecodeShape<__VA_ARGS__, columns, two_term>>(quantkv::DecodeParams);
+#if QUANTKV_MAP == QUANTKV_MAP_MMA
+#define QUANTKV_INSTANTIATE_DECODE(...)                   \
+  QUANTKV_INSTANTIATE_DECODE_SHAPE(8, true, __VA_ARGS__)  \
+  QUANTKV_INSTANTIATE_DECODE_SHAPE(8, false, __VA_ARGS__) \
+  QUANTKV_INSTANTIATE_DECODE_SHAPE(16, false, __VA_ARGS__)
+#else
+#define QUANTKV_INSTANTIATE_DECODE(...)                   \
+  QUANTKV_INSTANTIATE_DECODE_SHAPE(16, true, __VA_ARGS__) \
+  QUANTKV_INSTANTIATE_DECODE_SHAPE(16, false, __VA_ARGS__)
+#endif

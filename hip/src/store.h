@@ -1,0 +1,301 @@
+// Stores new tokens in one launch: [norm of Q and K] + [rotary] + largest magnitude + quantize + paged write of K and
+// V, and of Q what attention asks for. reference.store says what must come out, byte for byte.
+//
+// A lane holds 8 elements of a row (one token, one head), so every reduction stays inside a wave. A block works on a
+// few heads of one of Q, K, V and on the tokens of one window of 16.
+//
+// An atom of int8 V is 16 tokens of one dim. So that one thread can write it whole, a block of V takes whole runs:
+// tokens whose slots follow one another inside an atom. It takes the runs that start in its window, up to 31 tokens.
+#pragma once
+#include "quantkv/element.h"
+#include "quantkv/quantize.h"
+
+namespace quantkv {
+
+constexpr int kStoreWindow = 16;
+constexpr int kStoreTokens = 2 * kStoreWindow - 1;  // most tokens of one block
+constexpr int kStoreWaves = 8;
+constexpr int kStoreBlocks = 3;  // that a unit should hold at a time
+
+// A tensor [tokens, heads, D] of bf16 or fp16; elements of a row are adjacent.
+struct Rows {
+  uint16_t* data;  // nullptr: there is none
+  int64_t token_stride;
+  int64_t head_stride;
+  int heads;
+  bool aligned;  // every row starts at a multiple of 16 bytes
+};
+
+struct StoreParams {
+  Rows q;                    // may be absent
+  Rows k, v;
+  Rows q_out;                // Q after norm and rotary; may be absent, or q itself
+  uint8_t* q_codes;          // int8 [tokens, q heads, D], or nullptr
+  float* q_scales;           // [tokens, q heads], with q_codes
+  uint8_t* k_records;        // [pages, kv heads, K::kBytes]
+  uint8_t* v_records;        // [pages, kv heads, V::kBytes]
+  const int64_t* slots;      // [tokens]; a token with a negative slot is not written
+  const int64_t* positions;  // [tokens], with cos_sin
+  const float* cos_sin;      // [positions, rotary_dim]: cosines, then sines; nullptr: no rotary
+  const float* q_weight;     // [D], or nullptr: no norm
+  const float* k_weight;     // [D], or nullptr: no norm
+  float eps;
+  int tokens;
+  int rotary_dim;
+  bool interleaved;          // rotary pairs are neighbours (2i, 2i + 1), not (i, i + rotary_dim / 2)
+  int tokens_per_pass;       // rows that a block holds at a time: these tokens of
+  int heads_per_block;       // these heads
+};
+
+QUANTKV_DEVICE Bytes16 load_row(const Rows& rows, int token, int head, int column) {
+  const uint16_t* from = rows.data + token * rows.token_stride + head * rows.head_stride + column;
+  if (rows.aligned) return load16(from);
+  Bytes16 bytes;
+  for (int i = 0; i < 4; i++) bytes.w[i] = from[2 * i] | static_cast<uint32_t>(from[2 * i + 1]) << 16;
+  return bytes;
+}
+
+QUANTKV_DEVICE void store_row(const Rows& rows, int token, int head, int column, const Bytes16& bytes) {
+  uint16_t* to = rows.data + token * rows.token_stride + head * rows.head_stride + column;
+  if (rows.aligned) return store16(to, bytes);
+  for (int i = 0; i < 8; i++) to[i] = bytes.w[i / 2] >> i % 2 * 16;
+}
+
+QUANTKV_DEVICE void load8(const float* from, float (&x)[8]) {
+  const Bytes16 lo = load16(from), hi = load16(from + 4);
+  for (int i = 0; i < 4; i++) x[i] = as_float(lo.w[i]), x[i + 4] = as_float(hi.w[i]);
+}
+
+// The order of the sum is part of the result: 8 neighbours one after another, then pairs of lanes.
+template <Element kElement, int kHeadDim>
+QUANTKV_DEVICE Bytes16 rms_norm(const Bytes16& row, const float* weight, float eps, int column) {
+  float x[8], w[8];
+  unpack<kElement>(row, x);
+  load8(weight + column, w);
+  float sum = x[0] * x[0];
+  for (int i = 1; i < 8; i++) sum += x[i] * x[i];
+  for (int mask = 1; mask < kHeadDim / 8; mask *= 2) sum += shuffle_xor(sum, mask);
+  const float factor = divide(1.0f, square_root(divide(sum, static_cast<float>(kHeadDim)) + eps));
+  for (int i = 0; i < 8; i++) x[i] = x[i] * factor * w[i];
+  return pack<kElement>(x);
+}
+
+template <Element kElement>
+QUANTKV_DEVICE Bytes16 rotate(const Bytes16& row, const StoreParams& p, int token, int column) {
+  const int half = p.rotary_dim / 2;
+  const bool rotated = column < p.rotary_dim, second = !p.interleaved && column >= half;
+  // Lanes that keep their elements still take part in the shuffles.
+  const int partner = lane_index() + (p.interleaved || !rotated ? 0 : second ? -half / 8 : half / 8);
+  Bytes16 other_row;
+  for (int i = 0; i < 4; i++) other_row.w[i] = shuffle(row.w[i], partner);
+  if (!rotated) return row;
+
+  float x[8], other[8], cosine[8], sine[8];
+  unpack<kElement>(row, x);
+  unpack<kElement>(other_row, other);
+  const float* cosines = p.cos_sin + p.positions[token] * p.rotary_dim;
+  if (p.interleaved) {
+    const Bytes16 c = load16(cosines + column / 2), s = load16(cosines + half + column / 2);
+    for (int i = 0; i < 8; i++) {
+      cosine[i] = as_float(c.w[i / 2]), sine[i] = as_float(s.w[i / 2]);
+      other[i] = x[i ^ 1];
+    }
+  } else {
+    load8(cosines + column - (second ? half : 0), cosine);
+    load8(cosines + column + (second ? 0 : half), sine);
+  }
+  for (int i = 0; i < 8; i++) {
+    const bool is_second = p.interleaved ? i % 2 : second;
+    const float a = x[i] * cosine[i], b = other[i] * sine[i];
+    x[i] = is_second ? a + b : a - b;
+  }
+  return pack<kElement>(x);
+}
+
+template <class Block>
+QUANTKV_DEVICE uint8_t* head_block(uint8_t* records, int64_t slot, int head, int heads) {
+  return records + (slot / Block::kPageSize * heads + head) * Block::kBytes;
+}
+
+template <int kWords>
+QUANTKV_DEVICE void write_words(uint8_t* to, const uint32_t (&words)[kWords]) {
+  if constexpr (kWords == 2)
+    *reinterpret_cast<uint64_t*>(to) = words[0] | static_cast<uint64_t>(words[1]) << 32;
+  else
+    *reinterpret_cast<uint32_t*>(to) = words[0];
+}
+
+// A lane's codes are 8 or 4 bytes, and the lanes of an atom are neighbours: one store instruction of a wave writes
+// whole atoms, as many bytes as if some lanes first gathered 16 each.
+template <class Block, int kWords>
+QUANTKV_DEVICE void write_codes(uint8_t* block, int token, int column, const uint32_t (&words)[kWords]) {
+  write_words(block + Block::code_offset(token, column / 8 * 4 * kWords), words);
+}
+
+template <class Block>
+QUANTKV_DEVICE void write_scale(uint8_t* block, int token, int column, uint32_t scale) {
+  constexpr int kColumns = Block::kHeadDim / Block::kScales;
+  if (column % kColumns) return;
+  uint8_t* to = block + Block::scale_offset(token, column / kColumns);
+  if constexpr (Block::kScaleBytes == 1)
+    *to = scale;
+  else
+    *reinterpret_cast<uint32_t*>(to) = scale;
+}
+
+// Bit i: token first + i leads a run, or is past the last token.
+QUANTKV_DEVICE uint32_t run_leaders(const StoreParams& p, int first) {
+  const int token = first + lane_index();
+  bool leads = token >= p.tokens;
+  if (!leads && token < first + 2 * kStoreWindow) {
+    const int64_t slot = p.slots[token];
+    leads = token == 0 || slot % kAtomBytes == 0 || slot != p.slots[token - 1] + 1;
+  }
+  return static_cast<uint32_t>(ballot(leads));
+}
+
+// Writes the codes of tokens [begin, end) from the tile [heads_per_block][kStoreTokens][D]. A thread takes a dim:
+// neighbours write neighbouring atoms.
+template <class Block>
+QUANTKV_DEVICE void write_token_atoms(const StoreParams& p, const uint8_t* tile, int first_head, int first, int begin,
+                                      int end, uint32_t leaders) {
+  constexpr int kHeadDim = Block::kHeadDim;
+  const int heads = min_of(p.heads_per_block, p.v.heads - first_head);
+  for (int i = thread_index(); i < heads * kHeadDim; i += block_size()) {
+    const int head = i / kHeadDim, dim = i % kHeadDim;
+    const uint8_t* codes = tile + head * kStoreTokens * kHeadDim + dim;
+    for (int token = begin; token < end;) {
+      // Leads a run that no other leader cuts short: its slots are those of one atom.
+      const bool whole = (leaders >> (token - first) & 0xFFFFu) == 1;
+      const int64_t slot = p.slots[token];
+      if (slot >= 0) {
+        uint8_t* block = head_block<Block>(p.v_records, slot, first_head + head, p.v.heads);
+        uint8_t* atom = block + Block::atom_offset(static_cast<int>(slot % Block::kPageSize), dim);
+        if (whole) {
+          Bytes16 bytes{};
+          for (int j = 0; j < kAtomBytes; j++)
+            bytes.w[j / 4] |= static_cast<uint32_t>(codes[j * kHeadDim]) << j % 4 * 8;
+          store16(atom, bytes);
+        } else {
+          atom[slot % kAtomBytes] = *codes;
+        }
+      }
+      const int step = whole ? kAtomBytes : 1;
+      token += step;
+      codes += step * kHeadDim;
+    }
+  }
+}
+
+template <class Config, Element kElement>
+QUANTKV_KERNEL(kStoreWaves * kWave, kStoreBlocks)
+store_kernel(StoreParams p) {
+  using K = typename Config::K;
+  using V = typename Config::V;
+  constexpr int kHeadDim = Config::kHeadDim;
+  constexpr int kPageSize = Config::kPageSize;
+  constexpr int kLanes = kHeadDim / 8;
+  static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "a row is 8, 16 or 32 lanes");
+
+  // Which tensor and heads: groups of Q, then of K, then of V.
+  const int q_groups = (p.q.heads + p.heads_per_block - 1) / p.heads_per_block;
+  const int kv_groups = (p.k.heads + p.heads_per_block - 1) / p.heads_per_block;
+  int group = block_index_y();
+  const bool is_q = group < q_groups;
+  if (!is_q) group -= q_groups;
+  const bool is_k = !is_q && group < kv_groups;
+  if (!is_q && !is_k) group -= kv_groups;
+  const bool is_v = !is_q && !is_k;
+  const Rows rows = is_q ? p.q : is_k ? p.k : p.v;
+  const float* weight = is_q ? p.q_weight : is_k ? p.k_weight : nullptr;
+  const int first_head = group * p.heads_per_block;
+
+  // Which tokens.
+  const int first = block_index() * kStoreWindow;
+  int begin = first, end = min_of(first + kStoreWindow, p.tokens);
+  uint32_t leaders = 0;
+  if (V::kIsTokenAtom && is_v) {
+    leaders = run_leaders(p, first);
+    begin = first + trailing_zeros(leaders);
+    end = min_of(first + trailing_zeros(leaders & 0xFFFF0000u), p.tokens);
+  }
+
+  const int row = thread_index() / kLanes, column = thread_index() % kLanes * 8;
+  const int head_in_block = row / p.tokens_per_pass;
+  uint8_t* tile = shared_memory() + head_in_block * kStoreTokens * kHeadDim;
+  for (int pass = begin; pass < end; pass += p.tokens_per_pass) {
+    // Rows past the end repeat another one, since all lanes of a wave take part in its collectives.
+    const bool is_row = pass + row % p.tokens_per_pass < end && first_head + head_in_block < rows.heads;
+    const int token = is_row ? pass + row % p.tokens_per_pass : pass;
+    const int head = is_row ? first_head + head_in_block : first_head;
+
+    Bytes16 packed = load_row(rows, token, head, column);
+    if (weight) packed = rms_norm<kElement, kHeadDim>(packed, weight, p.eps, column);
+    if (p.cos_sin && !is_v) packed = rotate<kElement>(packed, p, token, column);
+    float x[8];
+    unpack<kElement>(packed, x);
+
+    if (is_q) {
+      if (p.q_out.data && is_row) store_row(p.q_out, token, head, column, packed);
+      if (p.q_codes) {
+        const auto codes = quantize<Format::kInt8, kHeadDim>(x);
+        const int64_t index = static_cast<int64_t>(token) * p.q.heads + head;
+        if (is_row) write_words(p.q_codes + index * kHeadDim + column, codes.words);
+        if (is_row && column == 0) p.q_scales[index] = as_float(codes.scale);
+      }
+      continue;
+    }
+    const int64_t slot = p.slots[token];
+    const bool writes = is_row && slot >= 0;
+    if (is_k) {
+      const auto codes = quantize<K::kFormat, kHeadDim>(x);
+      uint8_t* block = head_block<K>(p.k_records, slot, head, rows.heads);
+      if (writes) write_codes<K>(block, slot % kPageSize, column, codes.words);
+      if (writes) write_scale<K>(block, slot % kPageSize, column, codes.scale);
+    } else {
+      const auto codes = quantize<V::kFormat, kHeadDim>(x);
+      uint8_t* block = head_block<V>(p.v_records, slot, head, rows.heads);
+      if (writes) write_scale<V>(block, slot % kPageSize, column, codes.scale);
+      if constexpr (V::kIsTokenAtom) {
+        if (is_row) write_words(tile + (token - begin) * kHeadDim + column, codes.words);
+      } else if (writes) {
+        write_codes<V>(block, slot % kPageSize, column, codes.words);
+      }
+    }
+  }
+  if constexpr (V::kIsTokenAtom) {
+    if (!is_v) return;
+    sync_block();
+    write_token_atoms<V>(p, shared_memory(), first_head, first, begin, end, leaders);
+  }
+}
+
+#ifndef QUANTKV_DEVICE_ONLY
+// Fills in what the launch decides: tokens_per_pass and heads_per_block. nullptr, or what went wrong.
+template <class Config>
+const char* store(StoreParams p, Element element, Stream stream) {
+  if (p.tokens == 0) return nullptr;
+  if (p.cos_sin && (p.rotary_dim <= 0 || p.rotary_dim % 16 || p.rotary_dim > Config::kHeadDim))
+    return "rotary_dim must be a multiple of 16, up to head_dim";
+  // Few tokens: small blocks start sooner, and heads spread over more of them.
+  const int waves = p.tokens <= 2 ? p.tokens : kStoreWaves;
+  const int threads = waves * kWave, rows = threads * 8 / Config::kHeadDim;
+  const int window = p.tokens <= 2 ? p.tokens : kStoreWindow;
+  p.tokens_per_pass = window < rows ? window : rows;
+  p.heads_per_block = rows / p.tokens_per_pass;
+  const int groups = ceil_div(p.q.heads, p.heads_per_block) + 2 * ceil_div(p.k.heads, p.heads_per_block);
+  const int shared_bytes = Config::V::kIsTokenAtom ? p.heads_per_block * kStoreTokens * Config::kHeadDim : 0;
+  const auto kernel =
+      element == Element::kBf16 ? store_kernel<Config, Element::kBf16> : store_kernel<Config, Element::kFp16>;
+  return launch(kernel, dim3(ceil_div(p.tokens, kStoreWindow), groups), threads, shared_bytes, stream, p);
+}
+#endif
+
+}  // namespace quantkv
+
+// The kernels of a configuration, for a compile without host code.
+#define QUANTKV_INSTANTIATE_STORE(...)                                                                 \
+  template QUANTKV_KERNEL(quantkv::kStoreWaves* quantkv::kWave, quantkv::kStoreBlocks)                                     \
+      quantkv::store_kernel<__VA_ARGS__, quantkv::Element::kBf16>(quantkv::StoreParams);               \
+  template QUANTKV_KERNEL(quantkv::kStoreWaves* quantkv::kWave, quantkv::kStoreBlocks)                                     \
+      quantkv::store_kernel<__VA_ARGS__, quantkv::Element::kFp16>(quantkv::StoreParams);
