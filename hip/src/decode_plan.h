@@ -36,10 +36,15 @@ struct DecodePlan {
     return p;
   }
 
+  QUANTKV_DEVICE int positions() const { return start[requests]; }
+  // Workers that have work: the first so many, each at least one position, so that no partial is missing in between.
+  QUANTKV_DEVICE int busy() const { return min_of(workers, positions()); }
   // Positions [begin(w), begin(w + 1)) are worker w's.
-  QUANTKV_DEVICE int begin(int worker) const { return static_cast<int>(int64_t{start[requests]} * worker / workers); }
+  QUANTKV_DEVICE int begin(int worker) const {
+    return worker < busy() ? static_cast<int>(int64_t{positions()} * worker / busy()) : positions();
+  }
   QUANTKV_DEVICE int worker_at(int position) const {
-    return static_cast<int>(((int64_t{position} + 1) * workers - 1) / start[requests]);
+    return static_cast<int>(((int64_t{position} + 1) * busy() - 1) / positions());
   }
   // The request that holds a position, looked for from an earlier request on.
   QUANTKV_DEVICE int request_at(int position, int from) const {
