@@ -1,0 +1,210 @@
+// Extend: a chunk of each request's queries attends to its packed pages, cached prefix and the chunk itself alike.
+//
+// A block takes 128 query rows of one KV head, 16 for each of its waves, which share every tile of K and V. One online
+// softmax runs over all tokens that a row sees.
+#pragma once
+#include "quantkv/attend.h"
+#include "quantkv/params.h"
+#include "quantkv/ring.h"
+
+namespace quantkv {
+
+struct ExtendParams {
+  AttentionParams attention;
+  const int* query_starts;  // [requests + 1] first query token of each request
+  int stages;
+};
+
+template <class Config>
+struct ExtendShape {
+  using K = typename Config::K;
+  using V = typename Config::V;
+  static constexpr int kWaves = 8, kThreads = kWaves * kWave, kColumns = 16, kRows = kWaves * kColumns;
+  using Attention = WaveAttention<Config, kColumns, false>;
+  static constexpr int kSlotBytes = RingSlot<K>::kBytes > RingSlot<V>::kBytes ? RingSlot<K>::kBytes : RingSlot<V>::kBytes;
+  static constexpr int kSlotTokens = RingSlot<K>::kTokens;
+  static constexpr int kPages = RingSlot<K>::kPages;
+  static constexpr int kTiles = kSlotTokens / kTileTokens;
+  using Ring = TileRing<BlockScope<kThreads>, kSlotBytes, kPages, kTiles>;
+};
+
+// Hands a request's ring slots [slot, end) to the ring, K before V, and looks one slot's pages up ahead.
+template <class Config>
+class ExtendSource {
+ public:
+  using Shape = ExtendShape<Config>;
+  QUANTKV_DEVICE ExtendSource(const AttentionParams& a, int request, int head, int slot, int end, int first_token, int length)
+      : a_(a), table_(a.page_table + request * a.table_stride), head_(head), slot_(slot), end_(end),
+        first_token_(first_token), length_(length) {
+    look_up();
+  }
+  QUANTKV_DEVICE bool next(TileCopy& tile) {
+    if (slot_ >= end_) return false;
+    const uint8_t* records = value_ ? a_.v_records : a_.k_records;
+    const int64_t stride = value_ ? a_.v_page_stride : a_.k_page_stride;
+    tile.page_bytes = value_ ? Config::V::kBytes : Config::K::kBytes;
+    for (int i = 0; i < Shape::kPages; i++)
+      tile.page[i] = page_[i] < 0 ? nullptr : records + page_[i] * stride + int64_t{head_} * tile.page_bytes;
+    if (value_ && ++slot_ < end_) look_up();
+    value_ = !value_;
+    return true;
+  }
+
+ private:
+  QUANTKV_DEVICE void look_up() {
+    for (int i = 0; i < Shape::kPages; i++) {
+      const int page = slot_ * Shape::kPages + i, token = page * Config::kPageSize;
+      page_[i] = token < length_ && token + Config::kPageSize > first_token_ ? table_[page] : -1;
+    }
+  }
+
+  const AttentionParams& a_;
+  const int* table_;
+  int head_, slot_, end_, first_token_, length_;
+  bool value_ = false;
+  int page_[Shape::kPages];
+};
+
+template <int kSlots>
+struct RangeMask {
+  int first[kSlots], last[kSlots];
+  QUANTKV_DEVICE bool visible(int slot, int token) const { return token >= first[slot] && token <= last[slot]; }
+};
+
+// Which request a tile of query rows belongs to, and which of its tiles it is; false behind the last tile. Every lane
+// looks at one request at a time.
+QUANTKV_DEVICE bool find_rows(const int* query_starts, int requests, int group, int rows_per_tile, int& tile, int& request) {
+  const int lane = lane_index();
+  for (int base = 0; base < requests; base += kWave) {
+    const int i = base + lane;
+    int tiles = 0;
+    if (i < requests) tiles = ((query_starts[i + 1] - query_starts[i]) * group + rows_per_tile - 1) / rows_per_tile;
+    int end = tiles;
+    for (int step = 1; step < kWave; step *= 2) {
+      const int below = shuffle(end, max_of(lane - step, 0));
+      if (lane >= step) end += below;
+    }
+    const int total = shuffle(end, kWave - 1);
+    if (tile < total) {
+      int passed = end <= tile;  // how many requests end before the tile
+      for (int mask = 1; mask < kWave; mask *= 2) passed += shuffle_xor(passed, mask);
+      request = base + passed;
+      tile -= shuffle(end - tiles, passed);
+      return true;
+    }
+    tile -= total;
+  }
+  return false;
+}
+
+template <class Config>
+QUANTKV_KERNEL(ExtendShape<Config>::kThreads, 1)
+extend_kernel(ExtendParams p) {
+  using Shape = ExtendShape<Config>;
+  using Attention = typename Shape::Attention;
+  const AttentionParams& a = p.attention;
+  int tile = block_index(), request = 0;
+  const int head = block_index_y();
+  if (!find_rows(p.query_starts, a.requests, a.group, Shape::kRows, tile, request)) return;
+  const int query_start = p.query_starts[request], queries = p.query_starts[request + 1] - query_start;
+  const int length = a.seq_lens[request], prefix = length - queries, rows = queries * a.group;
+
+  // Positions of the block's and of the wave's first and last rows say which tokens are needed.
+  const auto position_of = [&](int row) { return prefix + min_of(row, rows - 1) / a.group; };
+  const auto first_seen = [&](int position) { return a.window_left < 0 ? 0 : max_of(0, position - a.window_left); };
+  const int block_row = tile * Shape::kRows, wave_row = block_row + wave_index() * Shape::kColumns;
+  const bool has_rows = wave_row < rows;
+  const int wave_first = position_of(wave_row), wave_last = position_of(wave_row + Shape::kColumns - 1);
+  const int block_from = first_seen(position_of(block_row)), block_to = position_of(block_row + Shape::kRows - 1) + 1;
+  const int first_slot = block_from / Shape::kSlotTokens, end_slot = (block_to + Shape::kSlotTokens - 1) / Shape::kSlotTokens;
+
+  typename Shape::Ring ring(shared_memory(), p.stages);
+  ExtendSource<Config> source(a, request, head, first_slot, end_slot, block_from, length);
+  ring.fill(source);
+
+  Attention attention;
+  const auto element_offset = [&](int row, int64_t token_stride, int64_t head_stride) {
+    return row_offset(int64_t{query_start} + row / a.group, head * a.group + row % a.group, token_stride, head_stride);
+  };
+  attention.start(
+      [&](int r) -> const uint16_t* {
+        const int row = wave_row + r;
+        return row < rows ? a.q + element_offset(row, a.q_token_stride, a.q_head_stride) : nullptr;
+      },
+      a.element, a.scale_log2);
+  RangeMask<Attention::kSlots> mask;
+  for (int slot = 0; slot < Attention::kSlots; slot++) {
+    mask.last[slot] = position_of(wave_row + Attention::row(slot));
+    mask.first[slot] = first_seen(mask.last[slot]);
+  }
+
+  for (int i = first_slot; i < end_slot; i++) {
+    const uint8_t* k = ring.wait(source);
+    const uint8_t* v = nullptr;
+#pragma unroll 1
+    for (int t = 0; t < Shape::kTiles; t++) {
+      const int token = i * Shape::kSlotTokens + t * kTileTokens;
+      const bool needed = has_rows && token <= wave_last && token + kTileTokens > first_seen(wave_first);
+      const bool masked = token < first_seen(wave_last) || token + kTileTokens > wave_first + 1;
+      const Tile<typename Config::K> keys{k, t * kTileTokens};
+      float probabilities[Attention::kSlots][Attention::kTokens];
+      if (needed) {
+        if (masked)
+          attention.template scores<true>(keys, token, mask, a.softcap_log2, probabilities);
+        else
+          attention.template scores<false>(keys, token, mask, a.softcap_log2, probabilities);
+      }
+      if (t == Shape::kTiles - 1) ring.release(source);
+      if (t == 0) v = ring.wait(source);
+      const Tile<typename Config::V> values{v, t * kTileTokens};
+      if (needed) {
+        if (masked)
+          attention.template values<true>(values, token, mask, probabilities);
+        else
+          attention.template values<false>(values, token, mask, probabilities);
+      }
+    }
+    ring.release(source);
+  }
+
+  attention.finish();
+  for (int slot = 0; slot < Attention::kSlots; slot++) {
+    const int row = wave_row + Attention::row(slot);
+    if (row >= rows) continue;
+    float sum = attention.sum[slot], factor = 1;
+    if (a.sinks) {
+      const float sink = a.sinks[head * a.group + row % a.group] * kLog2e, larger = fmaxf(attention.maximum[slot], sink);
+      factor = exp2_approx(attention.maximum[slot] - larger);
+      sum = sum * factor + exp2_approx(sink - larger);
+    }
+    factor = divide(factor, sum);
+    uint16_t* out = a.out + element_offset(row, a.out_token_stride, a.out_head_stride);
+    for (int j = 0; j < Attention::F::kDims; j++)
+      out[Attention::F::dim(j)] = static_cast<uint16_t>(pack_elements(attention.output.at(slot, j) * factor, 0, a.element));
+  }
+}
+
+#ifndef QUANTKV_DEVICE_ONLY
+
+// `tokens`: query tokens of all requests together.
+template <class Config>
+const char* extend(ExtendParams p, int64_t tokens, int device, Stream stream) {
+  using Shape = ExtendShape<Config>;
+  if (p.attention.requests == 0 || tokens == 0) return nullptr;
+  const DeviceLimits limits = device_limits(device);
+  const auto shared_bytes = [](int stages) { return ring_bytes(stages, Shape::kSlotBytes) * (kWave == 64 ? Shape::kTiles : 1); };
+  for (p.stages = kMaxStages; p.stages > kMinStages && shared_bytes(p.stages) > limits.shared_bytes;) p.stages--;
+  if (shared_bytes(p.stages) > limits.shared_bytes) return "a tile of this page size and head_dim exceeds the shared memory";
+  // A request's last tile may be short: at most one more tile each than all rows together fill.
+  const int64_t tiles = tokens * p.attention.group / Shape::kRows + p.attention.requests;
+  return launch(extend_kernel<Config>, dim3(static_cast<int>(tiles), p.attention.kv_heads), Shape::kThreads,
+                shared_bytes(p.stages), stream, p);
+}
+
+#endif
+
+}  // namespace quantkv
+
+// For device-only compiles.
+#define QUANTKV_INSTANTIATE_EXTEND(...) \
+  template QUANTKV_KERNEL(quantkv::ExtendShape<__VA_ARGS__>::kThreads, 1) quantkv::extend_kernel<__VA_ARGS__>(quantkv::ExtendParams);
