@@ -151,13 +151,22 @@ def _run_all(jobs: list[Job], workers: int) -> tuple[dict[Job, tuple[Kernel, ...
 
 
 def _table(rows: list[tuple[Job, Kernel]]) -> str:
-    cells = [("unit", "target", "kernel", "registers", "of them acc", "scalar", "shared", "spills", "stack")]
-    for job, k in rows:
-        figures = (k.vector_registers, k.accumulator_registers, k.scalar_registers, k.shared_nbytes, k.spills)
-        cells.append((str(job.unit), str(job.target), k.name, *map(str, figures), str(k.stack_nbytes)))
+    figures = {
+        "registers": "vector_registers",
+        "of them acc": "accumulator_registers",
+        "scalar": "scalar_registers",
+        "shared": "shared_nbytes",
+        "spills": "spills",
+        "scalar spills": "scalar_spills",
+        "stack": "stack_nbytes",
+    }
+    cells = [("unit", "target", "kernel", *figures)]
+    for job, kernel in rows:
+        numbers = (str(getattr(kernel, attribute)) for attribute in figures.values())
+        cells.append((str(job.unit), str(job.target), kernel.name, *numbers))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    adjust = (str.ljust,) * 3 + (str.rjust,) * 6
-    lines = ["  ".join(put(cell, width) for put, cell, width in zip(adjust, line, widths)).rstrip() for line in cells]
+    adjust = (str.ljust,) * 3 + (str.rjust,) * len(figures)
+    lines = ["  ".join(put(cell, width) for put, cell, width in zip(adjust, line, widths)) for line in cells]
     return "\n".join(("", *lines, ""))
 
 

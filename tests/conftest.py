@@ -10,7 +10,7 @@ from sglang_quantkv.demo import demo_model_path
 _measured: list[str] = []
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def measured():
     """``measured(line)``: a figure that the run's summary prints."""
     return _measured.append

@@ -52,6 +52,7 @@ _FLAGS = {
         "-O3",
         "-fmad=false",
         "-lineinfo",
+        "--expt-relaxed-constexpr",  # as clang: kernels may call constexpr functions
         "-Xptxas=-v",
         "-Xcompiler=-fPIC,-ffp-contract=off",
     ),
@@ -153,16 +154,7 @@ def build_module(unit: Unit, target: Target, root: Path = HIP_ROOT) -> Path:
         source = Path(work, "unit").with_suffix(_SUFFIXES[target.platform])
         source.write_text(unit.module_source)
         output = Path(work, "unit.so")
-        log = compiler.run(
-            *_flags(target),
-            *_includes(root),
-            *_tvm_ffi_includes(),
-            source,
-            "-shared",
-            "-o",
-            output,
-            *_tvm_ffi_library(),
-        )
+        log = compiler.run(*module_arguments(target, root), source, "-shared", "-o", output, *_tvm_ffi_library())
         module.with_suffix(".log").write_text(log)
         output.rename(module)  # at once: whoever sees the file sees all of it
     return module
@@ -196,6 +188,11 @@ def compile_device(unit: Unit, target: Target, root: Path = HIP_ROOT) -> DeviceC
         return DeviceCode(compiler, amd_kernels(output.read_text()))
 
 
+def module_arguments(target: Target, root: Path = HIP_ROOT) -> tuple[str, ...]:
+    """The compiler's flags and include folders for a module's source."""
+    return (*_flags(target), *_includes(root), f"-I{_tvm_ffi() / 'include'}")
+
+
 def _flags(target: Target) -> tuple[str, ...]:
     """Flags that decide what is built; none names a path of this machine."""
     match target.platform:
@@ -207,8 +204,8 @@ def _flags(target: Target) -> tuple[str, ...]:
             return (*_FLAGS[Platform.EMULATED], f"-DQUANTKV_EMULATED_MAP={EMULATED_MAPS[target.name]}")
 
 
-def _includes(*folders: Path) -> tuple[str, ...]:
-    return tuple(f"-I{folder}" for root in folders for folder in (root, root / "include"))
+def _includes(root: Path) -> tuple[str, ...]:
+    return (f"-I{root}", f"-I{root / 'include'}")
 
 
 def _tvm_ffi() -> Path:
@@ -219,10 +216,6 @@ def _tvm_ffi() -> Path:
             "kernels need tvm-ffi", "apache-tvm-ffi as SGLang requires it", "Install apache-tvm-ffi"
         )
     return Path(spec.origin).parent
-
-
-def _tvm_ffi_includes() -> tuple[str, ...]:
-    return (f"-I{_tvm_ffi() / 'include'}",)
 
 
 def _tvm_ffi_library() -> tuple[str, ...]:

@@ -19,21 +19,23 @@ class Kernel:
     Attributes:
         name: demangled, without the namespace, the parameters and the unit's own configuration.
         vector_registers: per lane; on AMD with those of the accumulation file.
-        accumulator_registers: AMD's accumulation file alone; 0 on NVIDIA.
-        scalar_registers: per wave; 0 on NVIDIA.
         shared_nbytes: LDS or shared memory that the kernel declares; what a launch adds is not in it.
-        spills: registers (AMD) or bytes (NVIDIA) that did not fit and went to memory.
+        spills: vector registers (AMD) or bytes (NVIDIA) that did not fit and went to memory.
         stack_nbytes: private memory of one lane.
+        accumulator_registers: AMD's accumulation file alone.
+        scalar_registers: AMD's, per wave.
+        scalar_spills: scalar registers that went to lanes of vector registers.
         assembly: its instructions; empty where only the figures were asked for.
     """
 
     name: str
     vector_registers: int
-    accumulator_registers: int
-    scalar_registers: int
     shared_nbytes: int
     spills: int
     stack_nbytes: int
+    accumulator_registers: int = 0
+    scalar_registers: int = 0
+    scalar_spills: int = 0
     assembly: str = ""
 
 
@@ -65,7 +67,8 @@ def amd_kernels(assembly: str) -> tuple[Kernel, ...]:
                 accumulator_registers=int(value.get("agpr_count", 0)),
                 scalar_registers=int(value["sgpr_count"]),
                 shared_nbytes=int(value["group_segment_fixed_size"]),
-                spills=int(value["vgpr_spill_count"]) + int(value["sgpr_spill_count"]),
+                spills=int(value["vgpr_spill_count"]),
+                scalar_spills=int(value["sgpr_spill_count"]),
                 stack_nbytes=int(value["private_segment_fixed_size"]),
                 assembly=body[1],
             )
@@ -86,7 +89,7 @@ def cuda_kernels(log: str, cubin: Path | None = None) -> tuple[Kernel, ...]:
             r"(\d+) bytes stack frame",
         )
         registers, shared, spills, stack = (int(found[1]) if (found := re.search(f, about)) else 0 for f in figures)
-        kernels.append(Kernel(name, registers, 0, 0, shared, spills, stack, assembly.get(name, "")))
+        kernels.append(Kernel(name, registers, shared, spills, stack, assembly=assembly.get(name, "")))
     return _demangled(kernels)
 
 

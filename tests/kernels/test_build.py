@@ -211,7 +211,7 @@ def test_spills_and_stack_are_read():
         "ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem, 96 bytes cumulative stack size\n"
     )
     (kernel,) = device_code.cuda_kernels(log)
-    assert kernel == device_code.Kernel("f", 255, 0, 0, 1024, 84, 96)
+    assert kernel == device_code.Kernel("f", 255, 1024, spills=84, stack_nbytes=96)
 
 
 # ---- the command ----------------------------------------------------------------------------------
