@@ -148,8 +148,8 @@ decode_kernel(DecodeParams p) {
       const int place = prefix + count_bits(mask.seen[slot]) - 1;
       mask.first[slot] = a.window_left < 0 ? 0 : max_of(0, place - a.window_left);
     }
-    // Tokens in between are seen by every row.
-    const int all_from = a.window_left < 0 ? 0 : max_of(0, length - 1 - a.window_left), all_to = prefix + 1;
+    // Tokens in between are seen by every row; of a tree's tokens, perhaps none is.
+    const int all_from = a.window_left < 0 ? 0 : max_of(0, length - 1 - a.window_left), all_to = prefix + (p.tree_mask ? 0 : 1);
 
     for (int i = first; i < last; i++) {
       const int slot_token = (p.plan.first_slot[request] + i) * Shape::kSlotTokens;
