@@ -37,10 +37,12 @@ struct DecodeShape {
   static constexpr int kSlotTokens = RingSlot<K>::kTokens;
   static constexpr int kPages = RingSlot<K>::kPages;
   static constexpr int kTiles = kSlotTokens / kTileTokens;
-  // Registers decide: 4-bit decoding needs more waves in flight, large heads leave room for fewer.
-  static constexpr int kMaxWaves = kWave == 64 ? 4 : Config::kHeadDim > 128 ? (K::kIsInt8 ? 4 : 8) : K::kIsInt8 ? 8 : 12;
+  // Registers decide: 4-bit decoding needs more waves in flight, large heads and wide tiles leave room for fewer.
+  static constexpr bool kIsLarge = Config::kHeadDim > 128, kIsWide = kColumns > 8;
+  static constexpr int kMaxWaves = kWave == 64 ? 4 : K::kIsInt8 ? (kIsLarge ? 4 : 8)
+                                   : kIsLarge || kIsWide || K::kFormat != Format::kMxfp4 ? 8 : 12;
   using Ring = TileRing<WaveScope, kSlotBytes, kPages, kTiles>;
-  static constexpr int ring_bytes_of(int stages) { return ring_bytes(stages, kSlotBytes) * (kWave == 64 ? kTiles : 1); }
+  QUANTKV_HOST_DEVICE static constexpr int ring_bytes_of(int stages) { return ring_bytes(stages, kSlotBytes) * (kWave == 64 ? kTiles : 1); }
 };
 
 // Hands a worker's tiles to its ring. Lanes look up the pages of as many slots at once.
@@ -141,6 +143,7 @@ decode_kernel(DecodeParams p) {
         a.element, a.scale_log2);
     StepMask<Attention::kSlots> mask;
     mask.prefix = prefix;
+#pragma unroll
     for (int slot = 0; slot < Attention::kSlots; slot++) {
       const int query = min_of((first_row + Attention::row(slot)) / a.group, p.q_len - 1);
       mask.seen[slot] = p.tree_mask ? p.tree_mask[request * p.q_len + query] : (2u << query) - 1;
@@ -179,6 +182,7 @@ decode_kernel(DecodeParams p) {
 
     attention.finish();
     const int64_t place = worker + int64_t{request} * p.plan.segments_per_request + segment;
+#pragma unroll
     for (int slot = 0; slot < Attention::kSlots; slot++) {
       const int column = Attention::F::column(slot), row = Attention::row_of(column);
       if (Attention::is_residual(column) || first_row + row >= rows) continue;
@@ -187,6 +191,7 @@ decode_kernel(DecodeParams p) {
         p.partial_state[2 * partial] = attention.maximum[slot];
         p.partial_state[2 * partial + 1] = attention.sum[slot];
       }
+#pragma unroll
       for (int j = 0; j < Attention::F::kDims; j++)
         p.partial_out[partial * Config::kHeadDim + Attention::F::dim(j)] = attention.output.at(slot, j);
     }
@@ -243,9 +248,8 @@ combine_kernel(DecodeParams p) {
   const float inverse = sum == 0 ? 0.0f : divide(1.0f, sum);  // a request without tokens: zeros
   const int64_t token = int64_t{request} * p.q_len + query_row / a.group;
   uint16_t* to = a.out + row_offset(token, query_head, a.out_token_stride, a.out_head_stride) + dim;
-  const uint32_t words[2] = {pack_elements(out[0] * inverse, out[1] * inverse, a.element),
-                             pack_elements(out[2] * inverse, out[3] * inverse, a.element)};
-  __builtin_memcpy(__builtin_assume_aligned(to, 8), words, 8);
+  store8(to, {pack_elements(out[0] * inverse, out[1] * inverse, a.element),
+              pack_elements(out[2] * inverse, out[3] * inverse, a.element)});
 }
 
 // ---- instantiation and launch -----------------------------------------------------------------------
@@ -255,8 +259,10 @@ combine_kernel(DecodeParams p) {
 template <class Config, class Visit>
 auto with_decode_shape(int rows, const Visit& visit) {
   if (rows <= 4) return visit(DecodeShape<Config, 8, true>{});
-  if (rows <= 8) return visit(DecodeShape<Config, 8, false>{});
-  return visit(DecodeShape<Config, 16, false>{});
+  // A wider tile of large heads would not fit in the registers.
+  if constexpr (Config::kHeadDim <= 128)
+    if (rows > 8) return visit(DecodeShape<Config, 16, false>{});
+  return visit(DecodeShape<Config, 8, false>{});
 }
 #else
 template <class Config, class Visit>
@@ -265,6 +271,16 @@ auto with_decode_shape(int rows, const Visit& visit) {
   return visit(DecodeShape<Config, 16, false>{});
 }
 #endif
+
+// The kernel for so many rows.
+template <class Config>
+const void* decode_kernels(int rows, bool combine) {
+  return with_decode_shape<Config>(rows, [&](auto shape) -> const void* {
+    using Shape = decltype(shape);
+    return combine ? reinterpret_cast<const void*>(combine_kernel<Config, Shape>)
+                   : reinterpret_cast<const void*>(decode_kernel<Config, Shape>);
+  });
+}
 
 #ifndef QUANTKV_DEVICE_ONLY
 
@@ -314,18 +330,4 @@ const char* decode(DecodeParams p, const DecodeLayout& layout, Stream stream) {
 }  // namespace quantkv
 
 // For device-only compiles.
-#define QUANTKV_INSTANTIATE_DECODE_SHAPE(columns, two_term, ...)                                                \
-  template QUANTKV_KERNEL(1024, 1)                                                                               \
-      quantkv::decode_kernel<__VA_ARGS__, quantkv::DecodeShape<__VA_ARGS__, columns, two_term>>(quantkv::DecodeParams); \
-  template QUANTKV_KERNEL(1024, 1)                                                                               \
-      quantkv::combine_kernel<__VA_ARGS__, quantkv::DecodeShape<__VA_ARGS__, columns, two_term>>(quantkv::DecodeParams);
-#if QUANTKV_MAP == QUANTKV_MAP_MMA
-#define QUANTKV_INSTANTIATE_DECODE(...)                   \
-  QUANTKV_INSTANTIATE_DECODE_SHAPE(8, true, __VA_ARGS__)  \
-  QUANTKV_INSTANTIATE_DECODE_SHAPE(8, false, __VA_ARGS__) \
-  QUANTKV_INSTANTIATE_DECODE_SHAPE(16, false, __VA_ARGS__)
-#else
-#define QUANTKV_INSTANTIATE_DECODE(...)                   \
-  QUANTKV_INSTANTIATE_DECODE_SHAPE(16, true, __VA_ARGS__) \
-  QUANTKV_INSTANTIATE_DECODE_SHAPE(16, false, __VA_ARGS__)
-#endif
+#define QUANTKV_INSTANTIATE_DECODE(...) template const void* quantkv::decode_kernels<__VA_ARGS__>(int, bool);

@@ -1,6 +1,6 @@
 // Extend: a chunk of each request's queries attends to its packed pages, cached prefix and the chunk itself alike.
 //
-// A block takes 128 query rows of one KV head, 16 for each of its waves, which share every tile of K and V. One online
+// A block takes 128 query rows of one KV head (64 where heads are large), and its waves share every tile of K and V. One online
 // softmax runs over all tokens that a row sees.
 #pragma once
 #include "quantkv/attend.h"
@@ -19,7 +19,9 @@ template <class Config>
 struct ExtendShape {
   using K = typename Config::K;
   using V = typename Config::V;
-  static constexpr int kWaves = 8, kThreads = kWaves * kWave, kColumns = 16, kRows = kWaves * kColumns;
+  // The outputs of 16 rows of a large head would not fit in the registers of 32 lanes.
+  static constexpr int kColumns = kWave == 32 && Config::kHeadDim > 128 ? 8 : 16;
+  static constexpr int kWaves = 8, kThreads = kWaves * kWave, kRows = kWaves * kColumns;
   using Attention = WaveAttention<Config, kColumns, false>;
   static constexpr int kSlotBytes = RingSlot<K>::kBytes > RingSlot<V>::kBytes ? RingSlot<K>::kBytes : RingSlot<V>::kBytes;
   static constexpr int kSlotTokens = RingSlot<K>::kTokens;
@@ -33,9 +35,8 @@ template <class Config>
 class ExtendSource {
  public:
   using Shape = ExtendShape<Config>;
-  QUANTKV_DEVICE ExtendSource(const AttentionParams& a, int request, int head, int slot, int end, int first_token, int length)
-      : a_(a), table_(a.page_table + request * a.table_stride), head_(head), slot_(slot), end_(end),
-        first_token_(first_token), length_(length) {
+  QUANTKV_DEVICE ExtendSource(const AttentionParams& a, int request, int slot, int end, int first_token, int length)
+      : a_(a), request_(request), slot_(slot), end_(end), first_token_(first_token), length_(length) {
     look_up();
   }
   QUANTKV_DEVICE bool next(TileCopy& tile) {
@@ -44,7 +45,7 @@ class ExtendSource {
     const int64_t stride = value_ ? a_.v_page_stride : a_.k_page_stride;
     tile.page_bytes = value_ ? Config::V::kBytes : Config::K::kBytes;
     for (int i = 0; i < Shape::kPages; i++)
-      tile.page[i] = page_[i] < 0 ? nullptr : records + page_[i] * stride + int64_t{head_} * tile.page_bytes;
+      tile.page[i] = page_[i] < 0 ? nullptr : records + page_[i] * stride + int64_t{block_index_y()} * tile.page_bytes;
     if (value_ && ++slot_ < end_) look_up();
     value_ = !value_;
     return true;
@@ -54,21 +55,32 @@ class ExtendSource {
   QUANTKV_DEVICE void look_up() {
     for (int i = 0; i < Shape::kPages; i++) {
       const int page = slot_ * Shape::kPages + i, token = page * Config::kPageSize;
-      page_[i] = token < length_ && token + Config::kPageSize > first_token_ ? table_[page] : -1;
+      page_[i] = token < length_ && token + Config::kPageSize > first_token_ ? a_.page_table[request_ * a_.table_stride + page] : -1;
     }
   }
 
   const AttentionParams& a_;
-  const int* table_;
-  int head_, slot_, end_, first_token_, length_;
+  int request_, slot_, end_, first_token_, length_;
   bool value_ = false;
   int page_[Shape::kPages];
 };
 
-template <int kSlots>
+// Rows' positions in their request, and the tokens that they see.
+struct RowPositions {
+  int prefix, rows, group, window_left;
+  QUANTKV_DEVICE int of(int row) const { return prefix + min_of(row, rows - 1) / group; }
+  QUANTKV_DEVICE int first_seen(int position) const { return window_left < 0 ? 0 : max_of(0, position - window_left); }
+};
+
+// Computed where a tile needs it: held for every slot, it would cost registers throughout.
+template <class Attention>
 struct RangeMask {
-  int first[kSlots], last[kSlots];
-  QUANTKV_DEVICE bool visible(int slot, int token) const { return token >= first[slot] && token <= last[slot]; }
+  const RowPositions& positions;
+  int wave_row;
+  QUANTKV_DEVICE bool visible(int slot, int token) const {
+    const int last = positions.of(wave_row + Attention::row(slot));
+    return token >= positions.first_seen(last) && token <= last;
+  }
 };
 
 // Which request a tile of query rows belongs to, and which of its tiles it is; false behind the last tile. Every lane
@@ -104,27 +116,27 @@ extend_kernel(ExtendParams p) {
   using Attention = typename Shape::Attention;
   const AttentionParams& a = p.attention;
   int tile = block_index(), request = 0;
-  const int head = block_index_y();
   if (!find_rows(p.query_starts, a.requests, a.group, Shape::kRows, tile, request)) return;
-  const int query_start = p.query_starts[request], queries = p.query_starts[request + 1] - query_start;
-  const int length = a.seq_lens[request], prefix = length - queries, rows = queries * a.group;
+  const int queries = p.query_starts[request + 1] - p.query_starts[request];
+  const int length = a.seq_lens[request], rows = queries * a.group;
 
   // Positions of the block's and of the wave's first and last rows say which tokens are needed.
-  const auto position_of = [&](int row) { return prefix + min_of(row, rows - 1) / a.group; };
-  const auto first_seen = [&](int position) { return a.window_left < 0 ? 0 : max_of(0, position - a.window_left); };
+  const RowPositions positions{length - queries, rows, a.group, a.window_left};
   const int block_row = tile * Shape::kRows, wave_row = block_row + wave_index() * Shape::kColumns;
-  const bool has_rows = wave_row < rows;
-  const int wave_first = position_of(wave_row), wave_last = position_of(wave_row + Shape::kColumns - 1);
-  const int block_from = first_seen(position_of(block_row)), block_to = position_of(block_row + Shape::kRows - 1) + 1;
+  const int wave_first = positions.of(wave_row), wave_last = positions.of(wave_row + Shape::kColumns - 1);
+  const int block_from = positions.first_seen(positions.of(block_row));
+  const int block_to = positions.of(block_row + Shape::kRows - 1) + 1;
   const int first_slot = block_from / Shape::kSlotTokens, end_slot = (block_to + Shape::kSlotTokens - 1) / Shape::kSlotTokens;
 
   typename Shape::Ring ring(shared_memory(), p.stages);
-  ExtendSource<Config> source(a, request, head, first_slot, end_slot, block_from, length);
+  ExtendSource<Config> source(a, request, first_slot, end_slot, block_from, length);
   ring.fill(source);
 
   Attention attention;
+  // Reads its request's start again, which costs less than to keep it.
   const auto element_offset = [&](int row, int64_t token_stride, int64_t head_stride) {
-    return row_offset(int64_t{query_start} + row / a.group, head * a.group + row % a.group, token_stride, head_stride);
+    const int64_t token = p.query_starts[request] + row / a.group;
+    return row_offset(token, block_index_y() * a.group + row % a.group, token_stride, head_stride);
   };
   attention.start(
       [&](int r) -> const uint16_t* {
@@ -132,11 +144,7 @@ extend_kernel(ExtendParams p) {
         return row < rows ? a.q + element_offset(row, a.q_token_stride, a.q_head_stride) : nullptr;
       },
       a.element, a.scale_log2);
-  RangeMask<Attention::kSlots> mask;
-  for (int slot = 0; slot < Attention::kSlots; slot++) {
-    mask.last[slot] = position_of(wave_row + Attention::row(slot));
-    mask.first[slot] = first_seen(mask.last[slot]);
-  }
+  const RangeMask<Attention> mask{positions, wave_row};
 
   for (int i = first_slot; i < end_slot; i++) {
     const uint8_t* k = ring.wait(source);
@@ -144,8 +152,8 @@ extend_kernel(ExtendParams p) {
 #pragma unroll 1
     for (int t = 0; t < Shape::kTiles; t++) {
       const int token = i * Shape::kSlotTokens + t * kTileTokens;
-      const bool needed = has_rows && token <= wave_last && token + kTileTokens > first_seen(wave_first);
-      const bool masked = token < first_seen(wave_last) || token + kTileTokens > wave_first + 1;
+      const bool needed = wave_row < rows && token <= wave_last && token + kTileTokens > positions.first_seen(wave_first);
+      const bool masked = token < positions.first_seen(wave_last) || token + kTileTokens > wave_first + 1;
       const Tile<typename Config::K> keys{k, t * kTileTokens};
       float probabilities[Attention::kSlots][Attention::kTokens];
       if (needed) {
@@ -168,17 +176,19 @@ extend_kernel(ExtendParams p) {
   }
 
   attention.finish();
+#pragma unroll
   for (int slot = 0; slot < Attention::kSlots; slot++) {
     const int row = wave_row + Attention::row(slot);
     if (row >= rows) continue;
     float sum = attention.sum[slot], factor = 1;
     if (a.sinks) {
-      const float sink = a.sinks[head * a.group + row % a.group] * kLog2e, larger = fmaxf(attention.maximum[slot], sink);
+      const float sink = a.sinks[block_index_y() * a.group + row % a.group] * kLog2e, larger = fmaxf(attention.maximum[slot], sink);
       factor = exp2_approx(attention.maximum[slot] - larger);
       sum = sum * factor + exp2_approx(sink - larger);
     }
     factor = divide(factor, sum);
     uint16_t* out = a.out + element_offset(row, a.out_token_stride, a.out_head_stride);
+#pragma unroll
     for (int j = 0; j < Attention::F::kDims; j++)
       out[Attention::F::dim(j)] = static_cast<uint16_t>(pack_elements(attention.output.at(slot, j) * factor, 0, a.element));
   }
@@ -207,4 +217,4 @@ const char* extend(ExtendParams p, int64_t tokens, int device, Stream stream) {
 
 // For device-only compiles.
 #define QUANTKV_INSTANTIATE_EXTEND(...) \
-  template QUANTKV_KERNEL(quantkv::ExtendShape<__VA_ARGS__>::kThreads, 1) quantkv::extend_kernel<__VA_ARGS__>(quantkv::ExtendParams);
+  template QUANTKV_GLOBAL quantkv::extend_kernel<__VA_ARGS__>(quantkv::ExtendParams);

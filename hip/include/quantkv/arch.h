@@ -43,13 +43,21 @@ namespace quantkv {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kInfinity = __builtin_huge_valf();
 
-struct alignas(16) Bytes16 {
+// Words of memory of any type.
+struct __attribute__((may_alias, aligned(16))) Bytes16 {
   uint32_t w[4];
 };
+struct __attribute__((may_alias, aligned(8))) Bytes8 {
+  uint32_t w[2];
+};
+typedef uint32_t __attribute__((may_alias)) Bytes4;
 
 QUANTKV_DEVICE Bytes16 load16(const void* p) { return *static_cast<const Bytes16*>(p); }
+QUANTKV_DEVICE Bytes8 load8(const void* p) { return *static_cast<const Bytes8*>(p); }
+QUANTKV_DEVICE uint32_t load4(const void* p) { return *static_cast<const Bytes4*>(p); }
 QUANTKV_DEVICE void store16(void* p, const Bytes16& v) { *static_cast<Bytes16*>(p) = v; }
-QUANTKV_DEVICE uint32_t load4(const void* p) { return *static_cast<const uint32_t*>(p); }
+QUANTKV_DEVICE void store8(void* p, const Bytes8& v) { *static_cast<Bytes8*>(p) = v; }
+QUANTKV_DEVICE void store4(void* p, uint32_t v) { *static_cast<Bytes4*>(p) = v; }
 
 template <class To, class From>
 QUANTKV_DEVICE To bit_cast(const From& from) {
@@ -65,7 +73,7 @@ QUANTKV_DEVICE bool is_finite(float x) { return (as_bits(x) & 0x7F800000u) != 0x
 QUANTKV_DEVICE int lane_index() { return thread_index() % kWave; }
 QUANTKV_DEVICE int wave_index() { return thread_index() / kWave; }
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+QUANTKV_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 QUANTKV_DEVICE int min_of(int a, int b) { return a < b ? a : b; }
 QUANTKV_DEVICE int max_of(int a, int b) { return a > b ? a : b; }
 

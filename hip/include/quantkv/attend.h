@@ -36,6 +36,7 @@ struct WaveAttention {
   QUANTKV_DEVICE void start(const RowPointer& row_pointer, Element type, float scale_log2) {
     constexpr int kScales = F::kInt8K ? 1 : kHeadDim / kGroup, kWordsPerScale = F::kQueryWords / kScales;
     float scale[kScales][F::kColumnTiles];
+    F::prepare(query);
 #pragma unroll
     for (int tile = 0; tile < F::kColumnTiles; tile++) {
       const int column = F::query_column(tile);
@@ -43,9 +44,10 @@ struct WaveAttention {
       float x[F::kQueryWords][4];
       F::load_query_words(
           [&](int dim, float(&dims)[4]) {
-            uint32_t words[2] = {0, 0};
-            if (q) __builtin_memcpy(words, __builtin_assume_aligned(q + dim, 8), 8);
-            for (int i = 0; i < 4; i++) dims[i] = element_to_float(words[i >> 1] >> 16 * (i & 1), type);
+            Bytes8 elements = {};
+            if (q) elements = load8(q + dim);
+#pragma unroll
+            for (int i = 0; i < 4; i++) dims[i] = element_to_float(elements.w[i >> 1] >> 16 * (i & 1), type);
           },
           x);
 #pragma unroll
@@ -53,6 +55,7 @@ struct WaveAttention {
         uint32_t largest = 0;  // as bits, in which NaN and Inf are the largest
 #pragma unroll
         for (int w = g * kWordsPerScale; w < (g + 1) * kWordsPerScale; w++)
+#pragma unroll
           for (int i = 0; i < 4; i++) {
             const uint32_t bits = as_bits(x[w][i]) & 0x7FFFFFFFu;
             largest = bits > largest ? bits : largest;
@@ -64,6 +67,7 @@ struct WaveAttention {
 #pragma unroll
         for (int w = g * kWordsPerScale; w < (g + 1) * kWordsPerScale; w++) {
           int codes[4];
+#pragma unroll
           for (int i = 0; i < 4; i++) codes[i] = code(x[w][i], inverse, is_residual(column));
           F::set_codes(query, tile, w, codes);
         }
@@ -71,9 +75,11 @@ struct WaveAttention {
     }
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
+#pragma unroll
       for (int g = 0; g < kScales; g++) query.scale[slot][g] = F::of_column(scale[g], slot);
       maximum[slot] = kLowest;
       sum[slot] = 0;
+#pragma unroll
       for (int j = 0; j < F::kDims; j++) output.at(slot, j) = 0;
     }
   }
@@ -92,6 +98,7 @@ struct WaveAttention {
 #pragma unroll
         for (int i = 0; i < kTokens; i++) p[slot][i] += F::other_term(p[slot][i]);
       if (softcap_log2 > 0)
+#pragma unroll
         for (int i = 0; i < kTokens; i++) p[slot][i] = capped(p[slot][i], softcap_log2);
       if constexpr (kMasked)
 #pragma unroll
@@ -109,6 +116,7 @@ struct WaveAttention {
         const float factor = exp2_approx(maximum[slot] - largest[slot]);
         maximum[slot] = largest[slot];
         sum[slot] *= factor;
+#pragma unroll
         for (int j = 0; j < F::kDims; j++) output.at(slot, j) *= factor;
       }
     }
@@ -154,7 +162,7 @@ struct WaveAttention {
 #pragma unroll
           for (int i = 0; i < kBlock; i++) biased[slot][i] = biased_code(weighted[i], inverse, residual);
         }
-        F::accumulate_int8(v, block, biased, factor, output);
+        F::accumulate_int8(v, query, block, biased, factor, output);
       }
     }
   }
@@ -177,7 +185,7 @@ struct WaveAttention {
  private:
   static constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: a float added to it has its rounded integer in its low bits
 
-  static constexpr float power_of_two(int e) {
+  QUANTKV_HOST_DEVICE static constexpr float power_of_two(int e) {
     float x = 1;
     for (; e > 0; e--) x *= 2;
     for (; e < 0; e++) x /= 2;
@@ -213,9 +221,12 @@ struct WaveAttention {
         found |= marks_non_finite<V>(load4(v.scale(w % kWordsPerScale * kTokensPerWord, w / kWordsPerScale)));
     }
     if (!any(found)) return;
+#pragma unroll
     for (int slot = 0; slot < kSlots; slot++)
+#pragma unroll
       for (int i = 0; i < kTokens; i++) {
         if (kMasked && !mask.visible(slot, position + F::token(i))) continue;
+#pragma unroll 1
         for (int index = 0; index < V::kScales; index++)
           if (!is_finite(load_scale<V>(v.scale(F::token(i), index)))) sum[slot] = as_float(kNanBits);
       }

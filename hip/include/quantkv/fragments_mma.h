@@ -51,10 +51,12 @@ struct Fragments {
   QUANTKV_DEVICE static bool is_first_of_column() { return group() == 0; }
   // Over the lanes that share a lane's columns.
   QUANTKV_DEVICE static float max_over_tokens(float x) {
+#pragma unroll
     for (int mask = 4; mask < 32; mask <<= 1) x = fmaxf(x, shuffle_xor(x, mask));
     return x;
   }
   QUANTKV_DEVICE static float sum_over_tokens(float x) {
+#pragma unroll
     for (int mask = 4; mask < 32; mask <<= 1) x += shuffle_xor(x, mask);
     return x;
   }
@@ -70,9 +72,11 @@ struct Fragments {
   // Loads the four dims of a word, in the order of its bytes.
   template <class Load>
   QUANTKV_DEVICE static void load_query_words(const Load& load4_dims, float (&x)[kQueryWords][4]) {
+#pragma unroll
     for (int w = 0; w < kQueryWords; w++) load4_dims(query_dim(w), x[w]);
   }
   QUANTKV_DEVICE static uint32_t max_over_query(uint32_t x) {
+#pragma unroll
     for (int mask = 1; mask < 4; mask <<= 1) {
       const uint32_t y = shuffle_xor(x, mask);
       x = x > y ? x : y;
@@ -88,7 +92,15 @@ struct Fragments {
     uint32_t codes[kColumnTiles][kQueryWords];
     uint32_t negated[kInt8K ? 1 : kColumnTiles][kInt8K ? 1 : kQueryWords];
     float scale[kSlots][kInt8K ? 1 : kHeadDim / kGroup];
+    int start[4];    // accumulators begin with it
+    uint32_t table;  // of e2m1_integers
   };
+  // Sets what does not depend on the query. Uniform constants would be copied to vector registers at every use.
+  QUANTKV_DEVICE static void prepare(Query& q) {
+#pragma unroll
+    for (int c = 0; c < 4; c++) q.start[c] = static_cast<int>(in_vector_register(kMagic));
+    q.table = in_vector_register(0x03020100u);
+  }
   QUANTKV_DEVICE static void set_codes(Query& q, int tile, int word, const int (&c)[4]) {
     q.codes[tile][word] = pack_bytes(c[0], c[1], c[2], c[3]);
     if constexpr (!kInt8K) q.negated[tile][word] = pack_bytes(-c[0], -c[1], -c[2], -c[3]);
@@ -100,8 +112,6 @@ struct Fragments {
 
   QUANTKV_DEVICE static void scores(const Tile<K>& k, const Query& q, float (&s)[kSlots][kTokens]) {
     const int lane = lane_index(), half = lane >> 3 & 1, chunk = lane >> 4;
-    int start[4];
-    for (int c = 0; c < 4; c++) start[c] = static_cast<int>(in_vector_register(kMagic));
 #pragma unroll
     for (int step = 0; step < 4; step++) {
       const int row = 16 * step + step_token(lane & 7, half);  // of the matrix row whose address this lane gives
@@ -109,7 +119,8 @@ struct Fragments {
         int acc[kColumnTiles][4];
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++)
-          for (int c = 0; c < 4; c++) acc[n][c] = start[c];
+#pragma unroll
+          for (int c = 0; c < 4; c++) acc[n][c] = q.start[c];
 #pragma unroll
         for (int kk = 0; kk < kHeadDim / 32; kk++) {
           uint32_t a[4];
@@ -134,13 +145,13 @@ struct Fragments {
           for (int e = 0; e < 2; e++) {
             const int block = 2 * pair + e;
             uint32_t positive[4], negative[4];
-            e2m1_integers(words[2 * e], words[2 * e + 1], positive, negative);
+            e2m1_integers(words[2 * e], words[2 * e + 1], q.table, positive, negative);
             const float scales[2] = {load_scale<K>(k.scale(token(2 * step), block)),
                                      load_scale<K>(k.scale(token(2 * step + 1), block))};
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
               int acc[4];
-              mma_s8(acc, positive, {q.codes[n][2 * block], q.codes[n][2 * block + 1]}, start);
+              mma_s8(acc, positive, {q.codes[n][2 * block], q.codes[n][2 * block + 1]}, q.start);
               mma_s8(acc, negative, {q.negated[n][2 * block], q.negated[n][2 * block + 1]}, acc);
 #pragma unroll
               for (int c = 0; c < 4; c++) {
@@ -162,7 +173,8 @@ struct Fragments {
   };
 
   // o += codes * scale over probability block `block` of the tile; the low byte of biased[slot][i] is the code.
-  QUANTKV_DEVICE static void accumulate_int8(const Tile<V>& v, int block, const uint32_t (&biased)[kSlots][kTokens / kProbabilityBlocks],
+  QUANTKV_DEVICE static void accumulate_int8(const Tile<V>& v, const Query& q, int block,
+                                             const uint32_t (&biased)[kSlots][kTokens / kProbabilityBlocks],
                                              const float (&scale)[kSlots], Output& o) {
     const int lane = lane_index();
     const uint32_t order = flip(group()) ? 0x1504u : 0x5140u;  // the even token first
@@ -175,7 +187,6 @@ struct Fragments {
         const uint32_t lower = prmt(biased[2 * n][2 * u + 1], biased[2 * n + 1][2 * u + 1], 0x0040u);
         p[n][u] = movmatrix(prmt(upper, lower, order));
       }
-    const int start[4] = {kMagic, kMagic, kMagic, kMagic};
 #pragma unroll
     for (int f = 0; f < kOutputTiles; f++) {
       uint32_t a[4];
@@ -183,7 +194,7 @@ struct Fragments {
 #pragma unroll
       for (int n = 0; n < kColumnTiles; n++) {
         int acc[4];
-        mma_s8(acc, a, p[n], start);
+        mma_s8(acc, a, p[n], q.start);
 #pragma unroll
         for (int c = 0; c < 4; c++) o.v[f][n][c] = fmaf(to_float(acc[c]), scale[2 * n + (c & 1)], o.v[f][n][c]);
       }
@@ -222,6 +233,7 @@ struct Fragments {
           uint32_t bytes = 0;
           float scales[2] = {};
           if constexpr (kExact)
+#pragma unroll
             for (int h = 0; h < 2; h++) scales[h] = load_scale<V>(v.scale(token(2 * step + h), block));
           else
             bytes = load4(v.scale(16 * step + 4 * member(), block));
@@ -229,6 +241,7 @@ struct Fragments {
           for (int n = 0; n < kColumnTiles; n++) {
             uint32_t b[2];
             if constexpr (kExact) {
+#pragma unroll
               for (int h = 0; h < 2; h++)
                 b[h] = movmatrix(pack_bf16(scaled(p[2 * n][2 * step + h], scales[h]), scaled(p[2 * n + 1][2 * step + h], scales[h])));
             } else {
@@ -257,8 +270,9 @@ struct Fragments {
 
   // Eight codes of each of two tokens -> the A operand of twice their values, positive ones and magnitudes of negative
   // ones apart. prmt is the table: its selector's sign bit replicates the sign of a table entry, which is 0 here.
-  QUANTKV_DEVICE static void e2m1_integers(uint32_t upper, uint32_t lower, uint32_t (&positive)[4], uint32_t (&negative)[4]) {
-    const uint32_t lo = in_vector_register(0x03020100u), hi = 0x0C080604u;
+  QUANTKV_DEVICE static void e2m1_integers(uint32_t upper, uint32_t lower, uint32_t lo, uint32_t (&positive)[4],
+                                           uint32_t (&negative)[4]) {
+    const uint32_t hi = 0x0C080604u;
     const uint32_t u = upper ^ 0x88888888u, w = lower ^ 0x88888888u;
     positive[0] = prmt(lo, hi, upper), positive[2] = prmt(lo, hi, upper >> 16);
     positive[1] = prmt(lo, hi, lower), positive[3] = prmt(lo, hi, lower >> 16);

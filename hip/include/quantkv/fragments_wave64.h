@@ -68,11 +68,15 @@ struct Fragments {
   template <class Load>
   QUANTKV_DEVICE static void load_query_words(const Load& load4_dims, float (&x)[kQueryWords][4]) {
     if constexpr (kInt8K) {
+#pragma unroll
       for (int w = 0; w < kQueryWords; w++) load4_dims(64 * (w >> 2) + 16 * quarter() + 4 * (w & 3), x[w]);
     } else {
+#pragma unroll
       for (int block = 0; block < kHeadDim / kGroup; block++) {  // bytes' low nibbles, then their high nibbles
         float dims[2][4];
+#pragma unroll
         for (int h = 0; h < 2; h++) load4_dims(32 * block + 8 * quarter() + 4 * h, dims[h]);
+#pragma unroll
         for (int i = 0; i < 4; i++) {
           x[2 * block][i] = dims[i >> 1][2 * (i & 1)];
           x[2 * block + 1][i] = dims[i >> 1][2 * (i & 1) + 1];
@@ -81,6 +85,7 @@ struct Fragments {
     }
   }
   QUANTKV_DEVICE static uint32_t max_over_query(uint32_t x) {
+#pragma unroll
     for (int mask = 16; mask < 64; mask <<= 1) {
       const uint32_t y = shuffle_xor(x, mask);
       x = x > y ? x : y;
@@ -93,6 +98,7 @@ struct Fragments {
     uint32_t codes[kColumnTiles][kQueryWords];
     float scale[kSlots][kInt8K ? 1 : kHeadDim / kGroup];
   };
+  QUANTKV_DEVICE static void prepare(Query&) {}
   QUANTKV_DEVICE static void set_codes(Query& q, int tile, int word, const int (&c)[4]) {
     q.codes[tile][word] = pack_bytes(c[0], c[1], c[2], c[3]);
   }
@@ -121,6 +127,7 @@ struct Fragments {
       } else {
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
           for (int r = 0; r < 4; r++) s[n][4 * step + r] = 0;
 #pragma unroll
         for (int block = 0; block < kHeadDim / kGroup; block++) {
@@ -148,7 +155,8 @@ struct Fragments {
     QUANTKV_DEVICE float& at(int slot, int j) { return v[j >> 2][slot][j & 3]; }
   };
 
-  QUANTKV_DEVICE static void accumulate_int8(const Tile<V>& v, int, const uint32_t (&biased)[kSlots][kTokens / kProbabilityBlocks],
+  QUANTKV_DEVICE static void accumulate_int8(const Tile<V>& v, const Query&, int,
+                                             const uint32_t (&biased)[kSlots][kTokens / kProbabilityBlocks],
                                              const float (&scale)[kSlots], Output& o) {
     uint32_t p[kColumnTiles][4];
 #pragma unroll
@@ -177,6 +185,7 @@ struct Fragments {
       if constexpr (!kExact)
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
           for (int h = 0; h < 2; h++) unscaled[n][h] = pack_bf16(p[n][4 * step + 2 * h], p[n][4 * step + 2 * h + 1]);
 #pragma unroll
       for (int block = 0; block < kHeadDim / kGroup; block++) {
@@ -198,6 +207,7 @@ struct Fragments {
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++) {
           uint32_t b[2];
+#pragma unroll
           for (int h = 0; h < 2; h++)
             if constexpr (kExact)
               b[h] = pack_bf16(scaled(p[n][4 * step + 2 * h], scales[2 * h]), scaled(p[n][4 * step + 2 * h + 1], scales[2 * h + 1]));

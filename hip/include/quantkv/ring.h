@@ -32,7 +32,7 @@ struct TileCopy {
 #ifdef QUANTKV_ASYNC_COPY
 
 // Bytes of shared memory of a ring; its slots come first, on 128-byte boundaries.
-constexpr int ring_bytes(int stages, int slot_bytes) { return (stages * (slot_bytes + 8) + 127) / 128 * 128; }
+QUANTKV_HOST_DEVICE constexpr int ring_bytes(int stages, int slot_bytes) { return (stages * (slot_bytes + 8) + 127) / 128 * 128; }
 constexpr int kMinStages = 2, kMaxStages = 4;
 
 template <class Scope, int kSlotBytes, int kPages, int kTilesPerSlot>
@@ -89,7 +89,7 @@ class TileRing {
 #else
 
 constexpr int kMinStages = 1, kMaxStages = 1;
-constexpr int ring_bytes(int, int slot_bytes) { return slot_bytes; }
+QUANTKV_HOST_DEVICE constexpr int ring_bytes(int, int slot_bytes) { return slot_bytes; }
 
 // A slot that holds two tiles of K is still being read when its V arrives: then there are two.
 template <class Scope, int kSlotBytes, int kPages, int kTilesPerSlot>

@@ -4,6 +4,7 @@
 
 #define QUANTKV_DEVICE __device__ __forceinline__
 #define QUANTKV_HOST_DEVICE __host__ __device__ __forceinline__
+#define QUANTKV_GLOBAL __global__ void  // without bounds: for explicit instantiation
 #define QUANTKV_KERNEL(threads, blocks_per_unit) __global__ void __launch_bounds__(threads, blocks_per_unit)
 #define QUANTKV_ASYNC_COPY 1  // tiles arrive in shared memory by themselves
 

@@ -12,6 +12,7 @@
 
 #define QUANTKV_DEVICE inline
 #define QUANTKV_HOST_DEVICE inline
+#define QUANTKV_GLOBAL void  // without bounds: for explicit instantiation
 #define QUANTKV_KERNEL(threads, blocks_per_unit) static void
 #if QUANTKV_MAP == QUANTKV_MAP_MMA
 #define QUANTKV_ASYNC_COPY 1

@@ -6,6 +6,7 @@
 
 #define QUANTKV_DEVICE __attribute__((device)) inline __attribute__((always_inline))
 #define QUANTKV_HOST_DEVICE __attribute__((host, device)) inline __attribute__((always_inline))
+#define QUANTKV_GLOBAL __attribute__((global)) void  // without bounds: for explicit instantiation
 #define QUANTKV_KERNEL(threads, blocks_per_unit) \
   __attribute__((global)) void __attribute__((amdgpu_flat_work_group_size(1, threads)))
 
