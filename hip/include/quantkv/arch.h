@@ -22,12 +22,9 @@
 #define QUANTKV_MAP QUANTKV_MAP_MMA
 #include "quantkv/arch/cuda.h"
 #elif defined(__HIP__)
-#if defined(__gfx928__) || defined(__gfx936__) || defined(__gfx938__)
-#define QUANTKV_MAP QUANTKV_MAP_MMAC
-#elif defined(__gfx950__)
-#define QUANTKV_MAP QUANTKV_MAP_MFMA_WIDE
-#else
-#define QUANTKV_MAP QUANTKV_MAP_MFMA
+// The host pass does not know the architecture: the build names its map.
+#ifndef QUANTKV_MAP
+#error "HIP builds need -DQUANTKV_MAP=QUANTKV_MAP_..."
 #endif
 #include "quantkv/arch/hip.h"
 #else

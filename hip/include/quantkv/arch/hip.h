@@ -47,6 +47,10 @@ QUANTKV_DEVICE bool any(bool predicate) { return __builtin_amdgcn_ballot_w64(pre
 // Bit l: lane l's predicate.
 QUANTKV_DEVICE uint64_t ballot(bool predicate) { return __builtin_amdgcn_ballot_w64(predicate); }
 
+#ifdef QUANTKV_DEVICE_ONLY  // elsewhere HIP's headers have them
+QUANTKV_DEVICE float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+QUANTKV_DEVICE float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+#endif
 QUANTKV_DEVICE int count_bits(uint32_t x) { return __builtin_popcount(x); }
 QUANTKV_DEVICE float exp2_approx(float x) { return __builtin_amdgcn_exp2f(x); }
 QUANTKV_DEVICE float divide_approx(float a, float b) { return a * __builtin_amdgcn_rcpf(b); }
@@ -95,7 +99,7 @@ QUANTKV_DEVICE void matrix_s8(int (&d)[4], const uint32_t* a, const uint32_t* b)
 #elif defined(__gfx942__) || defined(__gfx950__)
   c = __builtin_amdgcn_mfma_i32_16x16x32_i8(__builtin_bit_cast(long, Uint2{a[0], a[1]}),
                                             __builtin_bit_cast(long, Uint2{b[0], b[1]}), c, 0, 0, 0);
-#elif defined(__AMDGCN__)
+#elif defined(__HIP_DEVICE_COMPILE__)
 #error "no int8 matrix instruction is known for this target: gfx90a, gfx942, gfx950 and gfx936 have one"
 #endif
   d[0] = c[0], d[1] = c[1], d[2] = c[2], d[3] = c[3];
@@ -115,7 +119,7 @@ QUANTKV_DEVICE void matrix_bf16(float (&d)[4], const uint32_t (&a)[2], const uin
 #if QUANTKV_MAP == QUANTKV_MAP_MMAC
   const Uint2 va = {a[0], a[1]}, vb = {b[0], b[1]};
   asm volatile("v_mmac_f32_16x16x16_bf16 %0, %1, %2, %0" : "+v"(c) : "v"(va), "v"(vb));
-#elif defined(__AMDGCN__)
+#elif defined(__HIP_DEVICE_COMPILE__)
   c = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Short4, Uint2{a[0], a[1]}),
                                                 __builtin_bit_cast(Short4, Uint2{b[0], b[1]}), c, 0, 0, 0);
 #endif
