@@ -153,9 +153,6 @@ def read_rows(records: torch.Tensor, block: HeadBlock, slots: torch.Tensor) -> t
     return records[_addresses(records, block, slots)]
 
 
-# ---- attention --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PagedCache:
     """One layer's packed pages: uint8 ``[pages, Hkv, block.nbytes]`` for K and for V."""
@@ -172,6 +169,97 @@ class PagedCache:
             for records, block in ((self.k_records, self.k_block), (self.v_records, self.v_block))
         )
         return k, v
+
+
+# ---- store ------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalizes rows ``x [..., D]`` by their root mean square and multiplies by ``weight [D]``, in float32.
+
+    The order of the sum of squares is fixed, so that every implementation gets the same bits: each 8 elements
+    one after another, then neighbouring partial sums in pairs.
+
+    Returns:
+        As ``x``: the result is rounded to its dtype, as a norm that is a kernel of its own would.
+    """
+    values = x.float()
+    squares = (values * values).unflatten(-1, (-1, 8))
+    total = squares[..., 0]
+    for i in range(1, 8):
+        total = total + squares[..., i]
+    while total.shape[-1] > 1:
+        total = total[..., 0::2] + total[..., 1::2]
+    # Division by a tensor: by a Python number torch may multiply with its reciprocal. The root by way of float64:
+    # torch's float32 root on a CPU is not the IEEE one.
+    root = (total / total.new_tensor(x.shape[-1]) + eps).double().sqrt().float()
+    return (values * (torch.ones_like(root) / root) * weight.float()).to(x.dtype)
+
+
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool = False
+) -> torch.Tensor:
+    """Rotary embedding of ``x [n, heads, D]``, in float32 and without fused multiply-add, rounded to x's dtype.
+
+    Args:
+        positions: int64 ``[n]``.
+        cos_sin: float32 ``[max_position, rotary_dim]``, SGLang's ``cos_sin_cache``: cosines, then sines. Elements
+            from ``rotary_dim`` on stay as they are.
+        interleaved: a pair is ``(2i, 2i + 1)`` (GPT-J) instead of ``(i, i + rotary_dim / 2)`` (NeoX).
+    """
+    rotary_dim = cos_sin.shape[-1]
+    cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
+    rotated, kept = x[..., :rotary_dim], x[..., rotary_dim:]
+    values = rotated.float()
+    a, b = (values[..., 0::2], values[..., 1::2]) if interleaved else values.chunk(2, dim=-1)
+    parts = (a * cos - b * sin, b * cos + a * sin)
+    values = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    return torch.cat((values.to(x.dtype), kept), dim=-1)
+
+
+def store(
+    cache: PagedCache,
+    slots: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q: torch.Tensor | None = None,
+    *,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    interleaved: bool = False,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor | None:
+    """Norm, rotary embedding, quantization and paged write of new tokens, each step only if its arguments are there.
+
+    Args:
+        slots: int64 ``[n]``; a token with a negative slot is not written. Slots repeat only in page 0, whose content
+            nobody reads: any of the tokens may end up there.
+        k, v: ``[n, Hkv, D]``, bfloat16 or float16 (or float32).
+        q: ``[n, Hq, D]``, of the same dtype.
+        positions, cos_sin, interleaved: as for ``rotate``; applied to q and k.
+        q_weight, k_weight, eps: as for ``rms_norm``; applied before the rotary embedding.
+
+    Returns:
+        q, normalized and rotated; None without q. Routes that take int8 queries take ``quantize(q, INT8)`` of it.
+    """
+
+    def prepared(x, weight):
+        if weight is not None:
+            x = rms_norm(x, weight, eps)
+        return x if cos_sin is None else rotate(x, positions, cos_sin, interleaved=interleaved)
+
+    written = slots >= 0
+    for records, block, x in (
+        (cache.k_records, cache.k_block, prepared(k, k_weight)),
+        (cache.v_records, cache.v_block, v),
+    ):
+        write_rows(records, block, slots[written], encode(x[written], block.format))
+    return None if q is None else prepared(q, q_weight)
+
+
+# ---- attention --------------------------------------------------------------------------------------
 
 
 def attention(

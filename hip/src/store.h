@@ -61,7 +61,7 @@ QUANTKV_DEVICE void store_row(const Rows& rows, int token, int head, int column,
   for (int i = 0; i < 8; i++) to[i] = bytes.w[i / 2] >> i % 2 * 16;
 }
 
-QUANTKV_DEVICE void load8(const float* from, float (&x)[8]) {
+QUANTKV_DEVICE void load_floats(const float* from, float (&x)[8]) {
   const Bytes16 lo = load16(from), hi = load16(from + 4);
   for (int i = 0; i < 4; i++) x[i] = as_float(lo.w[i]), x[i + 4] = as_float(hi.w[i]);
 }
@@ -71,7 +71,7 @@ template <Element kElement, int kHeadDim>
 QUANTKV_DEVICE Bytes16 rms_norm(const Bytes16& row, const float* weight, float eps, int column) {
   float x[8], w[8];
   unpack<kElement>(row, x);
-  load8(weight + column, w);
+  load_floats(weight + column, w);
   float sum = x[0] * x[0];
   for (int i = 1; i < 8; i++) sum += x[i] * x[i];
   for (int mask = 1; mask < kHeadDim / 8; mask *= 2) sum += shuffle_xor(sum, mask);
@@ -101,8 +101,8 @@ QUANTKV_DEVICE Bytes16 rotate(const Bytes16& row, const StoreParams& p, int toke
       other[i] = x[i ^ 1];
     }
   } else {
-    load8(cosines + column - (second ? half : 0), cosine);
-    load8(cosines + column + (second ? 0 : half), sine);
+    load_floats(cosines + column - (second ? half : 0), cosine);
+    load_floats(cosines + column + (second ? 0 : half), sine);
   }
   for (int i = 0; i < 8; i++) {
     const bool is_second = p.interleaved ? i % 2 : second;
@@ -117,13 +117,8 @@ QUANTKV_DEVICE uint8_t* head_block(uint8_t* records, int64_t slot, int head, int
   return records + (slot / Block::kPageSize * heads + head) * Block::kBytes;
 }
 
-template <int kWords>
-QUANTKV_DEVICE void write_words(uint8_t* to, const uint32_t (&words)[kWords]) {
-  if constexpr (kWords == 2)
-    *reinterpret_cast<uint64_t*>(to) = words[0] | static_cast<uint64_t>(words[1]) << 32;
-  else
-    *reinterpret_cast<uint32_t*>(to) = words[0];
-}
+QUANTKV_DEVICE void write_words(uint8_t* to, const uint32_t (&words)[2]) { store8(to, {{words[0], words[1]}}); }
+QUANTKV_DEVICE void write_words(uint8_t* to, const uint32_t (&words)[1]) { store4(to, words[0]); }
 
 // A lane's codes are 8 or 4 bytes, and the lanes of an atom are neighbours: one store instruction of a wave writes
 // whole atoms, as many bytes as if some lanes first gathered 16 each.
@@ -140,7 +135,7 @@ QUANTKV_DEVICE void write_scale(uint8_t* block, int token, int column, uint32_t 
   if constexpr (Block::kScaleBytes == 1)
     *to = scale;
   else
-    *reinterpret_cast<uint32_t*>(to) = scale;
+    store4(to, scale);
 }
 
 // Bit i: token first + i leads a run, or is past the last token.
