@@ -299,7 +299,7 @@ DecodeLayout decode_layout(int rows, int device) {
   return with_decode_shape<Config>(rows, [&](auto shape) {
     using Shape = decltype(shape);
     DecodeLayout layout{Shape::kRows, ceil_div(rows, Shape::kRows), Shape::kMaxWaves, kMaxStages, 0};
-    while (layout.waves * Shape::ring_bytes_of(layout.stages) > limits.shared_bytes)
+    while (layout.waves > 0 && layout.waves * Shape::ring_bytes_of(layout.stages) > limits.shared_bytes)
       layout.stages > kMinStages ? layout.stages-- : layout.waves--;
     layout.workers = layout.waves * limits.units;
     return layout;

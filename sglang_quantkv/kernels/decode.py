@@ -1,17 +1,17 @@
-"""Decode and verify on packed pages: a plan per forward pass, then one call per layer.
-
-Arguments of every function are checked here; the kernels trust them.
-"""
+"""Decode and verify on packed pages: a plan per forward pass, then one call per layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
+from torch import Tensor
 
-from sglang_quantkv.kernels.build import load
-from sglang_quantkv.kernels.targets import Target, current_target
-from sglang_quantkv.kernels.units import check_attention, unit_of
+from sglang_quantkv.errors import UnsupportedConfig
+from sglang_quantkv.kernels.arguments import check_tensor, find_device_target, find_function
+from sglang_quantkv.kernels.attention_arguments import check_attention
+from sglang_quantkv.kernels.targets import Target
+from sglang_quantkv.kernels.units import unit_of
 from sglang_quantkv.reference import PagedCache
 
 MAX_QUERY_TOKENS = 8
@@ -19,7 +19,7 @@ MAX_QUERY_TOKENS = 8
 
 @dataclass(frozen=True)
 class DecodeLayout:
-    """How the kernel is laid out for a number of query rows on a device.
+    """How the kernel is laid out for a number of query rows on a device; see hip/src/decode.h.
 
     Attributes:
         rows: query rows of a partial result.
@@ -40,74 +40,103 @@ class DecodeLayout:
         return 3 * requests + 1 + self.workers + 2 * requests * kv_heads * self.row_blocks
 
     def num_partials(self, requests: int, kv_heads: int) -> int:
-        """Partial results that a call may leave, each ``rows * (D + 2)`` float32."""
+        """Partial results that a call may leave."""
         return self.workers + requests * kv_heads * self.row_blocks
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The work of one forward pass, cut into equal parts; layers with the same window share it."""
+    """The work of one forward pass, cut into equal parts. Layers with the same window and shape share it, one after
+    another: its partial results are scratch memory.
+
+    Attributes:
+        workspace: int32, as planned on the device.
+        partial_out: float32 ``[partials, rows, D]``.
+        partial_state: float32 ``[partials, rows, 2]``.
+    """
 
     layout: DecodeLayout
-    workspace: torch.Tensor
     q_len: int
     window_left: int
+    workspace: Tensor
+    partial_out: Tensor
+    partial_state: Tensor
 
 
 def decode_layout(cache: PagedCache, group: int, q_len: int = 1, target: Target | None = None) -> DecodeLayout:
-    """The layout for ``group`` query heads per KV head and ``q_len`` query tokens per request."""
+    """The layout for ``group`` query heads per KV head and ``q_len`` query tokens per request.
+
+    Raises:
+        UnsupportedConfig: for a cache without a kernel, or more than 8 query tokens.
+    """
+    if not 1 <= q_len <= MAX_QUERY_TOKENS:
+        raise UnsupportedConfig(
+            f"decode with {q_len} query tokens per request", f"1 to {MAX_QUERY_TOKENS}", "Use extend for longer chunks"
+        )
     device = cache.k_records.device
-    return DecodeLayout(*_module(cache, target).decode_layout(group * q_len, device.index or 0))
+    unit, target = unit_of("decode", cache), find_device_target(device, target)
+    function = find_function("decode_layout", "decode", unit.recipe, unit.head_dim, unit.page_size, target.name)
+    layout = DecodeLayout(*function(group * q_len, device.index or 0))
+    if not layout.waves:
+        raise UnsupportedConfig(
+            f"decode of pages of {unit.page_size} tokens at head_dim {unit.head_dim} on {target}",
+            "tiles that fit in its shared memory",
+            "Use --page-size 64",
+        )
+    return layout
 
 
 def plan(
     cache: PagedCache,
-    seq_lens: torch.Tensor,
+    seq_lens: Tensor,
     group: int,
     *,
     q_len: int = 1,
     window_left: int = -1,
-    workspace: torch.Tensor | None = None,
     target: Target | None = None,
 ) -> DecodePlan:
-    """Plans a forward pass; runs on the device, so that a captured graph plans again at replay.
+    """Plans a forward pass, on the device: a captured graph plans again at every replay.
 
     Args:
+        cache: any layer's that the plan is for.
         seq_lens: int32 ``[requests]``, the query tokens included; 0 leaves a request out.
         group: query heads per KV head.
         q_len: query tokens per request, 1 to 8.
         window_left: earlier tokens that a query sees; -1 for all.
-        workspace: int32, at least ``DecodeLayout.plan_ints`` elements, written; made if left out.
+
+    Raises:
+        UnsupportedConfig: as ``decode_layout``, or for seq_lens of another shape or dtype.
     """
-    if not 1 <= q_len <= MAX_QUERY_TOKENS:
-        raise ValueError(f"q_len is {q_len}; decode takes 1 to {MAX_QUERY_TOKENS} query tokens per request. Use extend")
     layout = decode_layout(cache, group, q_len, target)
-    kv_heads = cache.k_records.shape[1]
-    size = layout.plan_ints(len(seq_lens), kv_heads)
-    if workspace is None:
-        workspace = seq_lens.new_empty(size, dtype=torch.int32)
-    if workspace.dtype != torch.int32 or workspace.numel() < size or not workspace.is_contiguous():
-        raise ValueError(f"the plan's workspace must be contiguous int32 of at least {size} elements")
-    if len(seq_lens):
-        segments = kv_heads * layout.row_blocks
-        _module(cache, target).plan(workspace, seq_lens, q_len, window_left, segments, layout.workers)
-    return DecodePlan(layout, workspace, q_len, window_left)
+    unit, device = unit_of("decode", cache), cache.k_records.device
+    check_tensor("seq_lens", seq_lens, (None,), (torch.int32,), device, packed=False)
+    requests, kv_heads = len(seq_lens), cache.k_records.shape[1]
+    workspace = torch.empty(layout.plan_ints(requests, kv_heads), dtype=torch.int32, device=device)
+    partials = layout.num_partials(requests, kv_heads)
+    partial_out = torch.empty(partials, layout.rows, unit.head_dim, dtype=torch.float32, device=device)
+    partial_state = torch.empty(partials, layout.rows, 2, dtype=torch.float32, device=device)
+    if requests:
+        torch.ops.sglang_quantkv.decode_plan(
+            workspace, seq_lens, q_len, window_left, kv_heads * layout.row_blocks, layout.workers,
+            unit.recipe, unit.head_dim, unit.page_size, find_device_target(device, target).name,
+        )  # fmt: skip
+    return DecodePlan(layout, q_len, window_left, workspace, partial_out, partial_state)
 
 
 def decode(
     cache: PagedCache,
-    q: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    q: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
     plan: DecodePlan,
     *,
     scale: float,
     softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    tree_mask: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    out: Tensor | None = None,
     target: Target | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The last ``plan.q_len`` tokens of each request attend to all its tokens, read from packed pages.
 
     Args:
@@ -121,35 +150,81 @@ def decode(
         out: written and returned; like ``q`` if left out.
 
     Raises:
-        ValueError: for tensors of other shapes, dtypes or devices.
+        UnsupportedConfig: for tensors of other shapes, dtypes, devices or alignments.
     """
-    requests, heads, head_dim = len(seq_lens), q.shape[1], q.shape[2]
     out = torch.empty_like(q) if out is None else out
     check_attention(cache, q, out, page_table, seq_lens, sinks)
-    if len(q) != requests * plan.q_len:
-        raise ValueError(
-            f"q holds {len(q)} tokens; {requests} requests of {plan.q_len} query tokens have {requests * plan.q_len}"
-        )
+    requests, q_len = len(seq_lens), plan.q_len
+    check_tensor("q", q, (requests * q_len, None, None), (q.dtype,), q.device, packed=False)
     if tree_mask is not None:
-        if tree_mask.dtype != torch.uint8 or tree_mask.shape != (requests, plan.q_len) or not tree_mask.is_contiguous():
-            raise ValueError(f"tree_mask must be contiguous uint8 of shape {(requests, plan.q_len)}")
-        if 0 <= plan.window_left < plan.q_len - 1:
-            raise ValueError(
-                f"a tree of {plan.q_len} tokens needs a window of at least {plan.q_len - 1} earlier tokens"
+        check_tensor("tree_mask", tree_mask, (requests, q_len), (torch.uint8,), q.device, packed=False)
+        if 0 <= plan.window_left < q_len - 1:
+            raise UnsupportedConfig(
+                f"a tree of {q_len} tokens under a window of {plan.window_left} earlier tokens",
+                f"windows of {q_len - 1} and more",
+                "Verify fewer tokens at a time",
             )
-    if not requests:
-        return out
-    layout = plan.layout
-    partials = layout.num_partials(requests, cache.k_records.shape[1])
-    partial_out = q.new_empty((partials, layout.rows, head_dim), dtype=torch.float32)
-    partial_state = q.new_empty((partials, layout.rows, 2), dtype=torch.float32)
-    _module(cache, target).decode(
-        q, out, cache.k_records, cache.v_records, page_table, seq_lens, plan.workspace, partial_out, partial_state,
-        sinks, tree_mask, plan.q_len, scale, softcap, plan.window_left,
-        [layout.rows, layout.row_blocks, layout.waves, layout.stages, layout.workers],
-    )  # fmt: skip
+    if requests:
+        unit = unit_of("decode", cache)
+        torch.ops.sglang_quantkv.decode(
+            q, out, cache.k_records, cache.v_records, page_table, seq_lens, plan.workspace, plan.partial_out,
+            plan.partial_state, sinks, tree_mask, q_len, scale, softcap, plan.window_left, list(astuple(plan.layout)),
+            unit.recipe, unit.page_size, find_device_target(q.device, target).name,
+        )  # fmt: skip
     return out
 
 
-def _module(cache: PagedCache, target: Target | None):
-    return load(unit_of("decode", cache), target or current_target())
+@torch.library.custom_op("sglang_quantkv::decode_plan", mutates_args=("workspace",))
+def _plan(
+    workspace: Tensor,
+    seq_lens: Tensor,
+    q_len: int,
+    window_left: int,
+    segments: int,
+    workers: int,
+    recipe: str,
+    head_dim: int,
+    page_size: int,
+    target: str,
+) -> None:
+    function = find_function("plan", "decode", recipe, head_dim, page_size, target)
+    function(workspace, seq_lens, q_len, window_left, segments, workers)
+
+
+@torch.library.custom_op("sglang_quantkv::decode", mutates_args=("out", "partial_out", "partial_state"))
+def _decode(
+    q: Tensor,
+    out: Tensor,
+    k_records: Tensor,
+    v_records: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    workspace: Tensor,
+    partial_out: Tensor,
+    partial_state: Tensor,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
+    q_len: int,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    layout: list[int],
+    recipe: str,
+    page_size: int,
+    target: str,
+) -> None:
+    function = find_function("decode", "decode", recipe, q.shape[-1], page_size, target)
+    function(
+        q, out, k_records, v_records, page_table, seq_lens, workspace, partial_out, partial_state, sinks, tree_mask,
+        q_len, scale, softcap, window_left, layout,
+    )  # fmt: skip
+
+
+@_plan.register_fake
+def _(*arguments) -> None:
+    pass
+
+
+@_decode.register_fake
+def _(*arguments) -> None:
+    pass

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from sglang_quantkv.kernels.build import load
-from sglang_quantkv.kernels.targets import Target, current_target
-from sglang_quantkv.kernels.units import check_attention, unit_of
+from sglang_quantkv.kernels.arguments import check_tensor, find_device_target, find_function
+from sglang_quantkv.kernels.attention_arguments import check_attention
+from sglang_quantkv.kernels.targets import Target
+from sglang_quantkv.kernels.units import unit_of
 from sglang_quantkv.reference import PagedCache
 
 
 def extend(
     cache: PagedCache,
-    q: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
+    q: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
     *,
     scale: float,
     window_left: int = -1,
     softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
     target: Target | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Each request's last query tokens attend to all its tokens, read from packed pages.
 
     Args:
@@ -37,18 +39,43 @@ def extend(
         out: written and returned; like ``q`` if left out.
 
     Raises:
-        ValueError: for tensors of other shapes, dtypes or devices.
+        UnsupportedConfig: for tensors of other shapes, dtypes, devices or alignments.
     """
     out = torch.empty_like(q) if out is None else out
     check_attention(cache, q, out, page_table, seq_lens, sinks)
-    if (
-        query_starts.dtype != torch.int32
-        or query_starts.shape != (len(seq_lens) + 1,)
-        or query_starts.device != q.device
-    ):
-        raise ValueError(f"query_starts must be int32 [{len(seq_lens) + 1}] on {q.device}")
+    check_tensor("query_starts", query_starts, (len(seq_lens) + 1,), (torch.int32,), q.device, packed=False)
     if len(seq_lens) and len(q):
-        load(unit_of("extend", cache), target or current_target()).extend(
-            q, out, cache.k_records, cache.v_records, page_table, seq_lens, query_starts, sinks, scale, softcap, window_left
+        unit = unit_of("extend", cache)
+        torch.ops.sglang_quantkv.extend(
+            q, out, cache.k_records, cache.v_records, page_table, seq_lens, query_starts, sinks, scale, softcap,
+            window_left, unit.recipe, unit.page_size, find_device_target(q.device, target).name,
         )  # fmt: skip
     return out
+
+
+@torch.library.custom_op("sglang_quantkv::extend", mutates_args=("out",))
+def _extend(
+    q: Tensor,
+    out: Tensor,
+    k_records: Tensor,
+    v_records: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    recipe: str,
+    page_size: int,
+    target: str,
+) -> None:
+    function = find_function("extend", "extend", recipe, q.shape[-1], page_size, target)
+    function(
+        q, out, k_records, v_records, page_table, seq_lens, query_starts, sinks, scale, softcap, window_left
+    )  # fmt: skip
+
+
+@_extend.register_fake
+def _(*arguments) -> None:
+    pass
