@@ -18,8 +18,6 @@ inline AttentionParams attention_params(const TensorView& q, const TensorView& o
   a.out_head_stride = out.stride(1);
   a.k_records = data_of<uint8_t>(k_records);
   a.v_records = data_of<uint8_t>(v_records);
-  a.k_page_stride = k_records.stride(0);
-  a.v_page_stride = v_records.stride(0);
   a.page_table = data_of<int>(page_table);
   a.table_stride = page_table.stride(0);
   a.seq_lens = data_of<int>(seq_lens);

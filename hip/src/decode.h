@@ -45,7 +45,7 @@ struct DecodeShape {
   QUANTKV_HOST_DEVICE static constexpr int ring_bytes_of(int stages) { return ring_bytes(stages, kSlotBytes) * (kWave == 64 ? kTiles : 1); }
 };
 
-// Hands a worker's tiles to its ring. Lanes look up the pages of as many slots at once.
+// Hands a worker's tiles to its ring. Each lane looks up where the pages of one slot are, for as many slots at once.
 template <class Config, class Shape>
 class DecodeSource {
  public:
@@ -54,20 +54,16 @@ class DecodeSource {
 
   QUANTKV_DEVICE bool next(TileCopy& tile) {
     if (position_ >= end_) return false;
-    const AttentionParams& a = p_.attention;
-    if (!value_) {
-      if (position_ == looked_up_to_) look_up();
-      const int lane = position_ - (looked_up_to_ - kWave);
-      for (int i = 0; i < Shape::kPages; i++) current_page_[i] = shuffle(page_[i], lane);
-      current_head_ = shuffle(head_, lane);
+    if (position_ == looked_up_to_) look_up();
+    const uint8_t* records = is_value_ ? p_.attention.v_records : p_.attention.k_records;
+    tile.page_bytes = is_value_ ? Config::V::kBytes : Config::K::kBytes;
+#pragma unroll
+    for (int i = 0; i < Shape::kPages; i++) {
+      const int block = shuffle(block_[i], position_ - looked_up_to_ + kWave);
+      tile.page[i] = Shape::kPages > 1 && block < 0 ? nullptr : records + int64_t{block} * tile.page_bytes;
     }
-    const uint8_t* records = value_ ? a.v_records : a.k_records;
-    const int64_t stride = value_ ? a.v_page_stride : a.k_page_stride;
-    tile.page_bytes = value_ ? Config::V::kBytes : Config::K::kBytes;
-    for (int i = 0; i < Shape::kPages; i++)
-      tile.page[i] = current_page_[i] < 0 ? nullptr : records + current_page_[i] * stride + int64_t{current_head_} * tile.page_bytes;
-    position_ += value_;
-    value_ = !value_;
+    position_ += is_value_;
+    is_value_ = !is_value_;
     return true;
   }
 
@@ -79,33 +75,37 @@ class DecodeSource {
     const AttentionParams& a = p_.attention;
     request_ = p_.plan.request_at(position, request_);
     const int count = p_.plan.slots[request_], local = position - p_.plan.start[request_], segment = local / count;
-    const int slot = p_.plan.first_slot[request_] + local - segment * count;
-    head_ = segment / p_.row_blocks;
+    const int slot = p_.plan.first_slot[request_] + local - segment * count, head = segment / p_.row_blocks;
     const int length = a.seq_lens[request_];
     const int unseen = a.window_left < 0 ? 0 : max_of(0, length - p_.q_len - a.window_left);
+#pragma unroll
     for (int i = 0; i < Shape::kPages; i++) {
-      const int page = slot * Shape::kPages + i, token = page * Config::kPageSize;
-      const bool used = token < length && token + Config::kPageSize > unseen;
-      page_[i] = used ? a.page_table[request_ * a.table_stride + page] : -1;
+      const int entry = slot * Shape::kPages + i, token = entry * Config::kPageSize;
+      // A slot has a page that is used; where it has two, the other may not be.
+      const bool used = Shape::kPages == 1 || (token < length && token + Config::kPageSize > unseen);
+      block_[i] = used ? a.page_table[request_ * a.table_stride + entry] * a.kv_heads + head : -1;
     }
   }
 
   const DecodeParams& p_;
   int position_, end_, request_, looked_up_to_;
-  bool value_ = false;
-  int page_[Shape::kPages], head_ = 0;
-  int current_page_[Shape::kPages], current_head_ = 0;
+  bool is_value_ = false;
+  int block_[Shape::kPages];  // head block in the records; -1: the page is left out
 };
 
 // Which tokens the slots of a lane see: those of the prefix inside their windows, and of the query tokens those that
-// their bits name.
-template <int kSlots>
+// their bits name. Computed where a tile needs it: held for every slot, it would cost registers throughout.
+template <class Attention>
 struct StepMask {
-  int first[kSlots];
-  uint32_t seen[kSlots];
-  int prefix;
+  const DecodeParams& p;
+  int request, first_row, prefix;
   QUANTKV_DEVICE bool visible(int slot, int token) const {
-    return token >= first[slot] && (token < prefix || (token < prefix + kMaxQueryTokens && (seen[slot] >> (token - prefix) & 1)));
+    const AttentionParams& a = p.attention;
+    const int query = min_of((first_row + Attention::row(slot)) / a.group, p.q_len - 1);
+    const uint32_t seen = p.tree_mask ? p.tree_mask[request * p.q_len + query] : (2u << query) - 1;
+    // A query token stands one position after the last of the query tokens that it descends from.
+    const int first = a.window_left < 0 ? 0 : prefix + count_bits(seen) - 1 - a.window_left;
+    return token >= first && (token < prefix || (token < prefix + kMaxQueryTokens && (seen >> (token - prefix) & 1)));
   }
 };
 
@@ -115,8 +115,8 @@ decode_kernel(DecodeParams p) {
   using Attention = typename Shape::Attention;
   const AttentionParams& a = p.attention;
   const int worker = block_index() * (block_size() / kWave) + wave_index();
-  int position = p.plan.begin(worker);
-  const int end = p.plan.begin(worker + 1);
+  int position = p.plan.worker_start[worker];
+  const int end = p.plan.worker_start[worker + 1];
   if (position >= end) return;
   int request = p.plan.worker_request[worker];
 
@@ -141,16 +141,7 @@ decode_kernel(DecodeParams p) {
           return a.q + row_offset(token, head * a.group + row % a.group, a.q_token_stride, a.q_head_stride);
         },
         a.element, a.scale_log2);
-    StepMask<Attention::kSlots> mask;
-    mask.prefix = prefix;
-#pragma unroll
-    for (int slot = 0; slot < Attention::kSlots; slot++) {
-      const int query = min_of((first_row + Attention::row(slot)) / a.group, p.q_len - 1);
-      mask.seen[slot] = p.tree_mask ? p.tree_mask[request * p.q_len + query] : (2u << query) - 1;
-      // A query token stands one position after the last of the query tokens that it descends from.
-      const int place = prefix + count_bits(mask.seen[slot]) - 1;
-      mask.first[slot] = a.window_left < 0 ? 0 : max_of(0, place - a.window_left);
-    }
+    const StepMask<Attention> mask{p, request, first_row, prefix};
     // Tokens in between are seen by every row; of a tree's tokens, perhaps none is.
     const int all_from = a.window_left < 0 ? 0 : max_of(0, length - 1 - a.window_left), all_to = prefix + (p.tree_mask ? 0 : 1);
 
@@ -164,17 +155,11 @@ decode_kernel(DecodeParams p) {
         const Tile<typename Config::K> keys{k, tile * kTileTokens};
         float probabilities[Attention::kSlots][Attention::kTokens];
         const bool masked = token < all_from || token + kTileTokens > all_to;
-        if (masked)
-          attention.template scores<true>(keys, token, mask, a.softcap_log2, probabilities);
-        else
-          attention.template scores<false>(keys, token, mask, a.softcap_log2, probabilities);
+        attention.scores(keys, token, masked, mask, a.softcap_log2, probabilities);
         if (tile == Shape::kTiles - 1) ring.release(source);
         if (tile == 0) v = ring.wait(source);
         const Tile<typename Config::V> values{v, tile * kTileTokens};
-        if (masked)
-          attention.template values<true>(values, token, mask, probabilities);
-        else
-          attention.template values<false>(values, token, mask, probabilities);
+        attention.values(values, token, masked, mask, probabilities);
       }
       ring.release(source);
     }

@@ -14,21 +14,23 @@ struct DecodePlan {
   int* start;           // [requests + 1] position at which a request begins
   int* first_slot;      // [requests] ring slots before this one are behind every row's window
   int* slots;           // [requests] ring slots of each of its segments
-  int* worker_request;  // [workers] request in which a worker's range begins
+  int* worker_start;    // [workers + 1] position at which a worker's range begins
+  int* worker_request;  // [workers] and the request that holds it
   int* partials;        // [segments, 2] place of a segment's first partial, and how many there are
   int requests;
   int segments_per_request;
   int workers;
 
   static constexpr int64_t ints(int requests, int segments_per_request, int workers) {
-    return 3 * int64_t{requests} + 1 + workers + 2 * int64_t{requests} * segments_per_request;
+    return 3 * int64_t{requests} + 2 + 2 * int64_t{workers} + 2 * int64_t{requests} * segments_per_request;
   }
   QUANTKV_HOST_DEVICE static DecodePlan in(int* workspace, int requests, int segments_per_request, int workers) {
     DecodePlan p;
     p.start = workspace;
     p.first_slot = p.start + requests + 1;
     p.slots = p.first_slot + requests;
-    p.worker_request = p.slots + requests;
+    p.worker_start = p.slots + requests;
+    p.worker_request = p.worker_start + workers + 1;
     p.partials = p.worker_request + workers;
     p.requests = requests;
     p.segments_per_request = segments_per_request;
@@ -39,8 +41,7 @@ struct DecodePlan {
   QUANTKV_DEVICE int positions() const { return start[requests]; }
   // Workers that have work: the first so many, each at least one position, so that no partial is missing in between.
   QUANTKV_DEVICE int busy() const { return min_of(workers, positions()); }
-  // Positions [begin(w), begin(w + 1)) are worker w's.
-  QUANTKV_DEVICE int begin(int worker) const {
+  QUANTKV_DEVICE int cut(int worker) const {
     return worker < busy() ? static_cast<int>(int64_t{positions()} * worker / busy()) : positions();
   }
   QUANTKV_DEVICE int worker_at(int position) const {
@@ -89,8 +90,9 @@ QUANTKV_KERNEL(kPlanThreads, 1) plan_kernel(PlanParams p) {
   }
   if (thread == kPlanThreads - 1) plan.start[plan.requests] = before;
   sync_block();
+  if (thread == 0) plan.worker_start[plan.workers] = plan.positions();
   for (int w = thread; w < plan.workers; w += kPlanThreads) {
-    const int position = plan.begin(w);
+    const int position = plan.cut(w);
     int low = 0, high = plan.requests - 1;  // the last request that starts at or before the position and is not empty
     while (low < high) {
       const int middle = (low + high) / 2;
@@ -99,6 +101,7 @@ QUANTKV_KERNEL(kPlanThreads, 1) plan_kernel(PlanParams p) {
       else
         low = middle + 1;
     }
+    plan.worker_start[w] = position;
     plan.worker_request[w] = low;
   }
   const int segments = plan.requests * plan.segments_per_request;

@@ -1,7 +1,7 @@
 // Extend: a chunk of each request's queries attends to its packed pages, cached prefix and the chunk itself alike.
 //
-// A block takes 128 query rows of one KV head (64 where heads are large), and its waves share every tile of K and V. One online
-// softmax runs over all tokens that a row sees.
+// A block takes 128 query rows of one KV head (64 where heads are large), and its waves share every tile of K and V.
+// One online softmax runs over all tokens that a row sees.
 #pragma once
 #include "quantkv/attend.h"
 #include "quantkv/params.h"
@@ -42,10 +42,9 @@ class ExtendSource {
   QUANTKV_DEVICE bool next(TileCopy& tile) {
     if (slot_ >= end_) return false;
     const uint8_t* records = value_ ? a_.v_records : a_.k_records;
-    const int64_t stride = value_ ? a_.v_page_stride : a_.k_page_stride;
     tile.page_bytes = value_ ? Config::V::kBytes : Config::K::kBytes;
     for (int i = 0; i < Shape::kPages; i++)
-      tile.page[i] = page_[i] < 0 ? nullptr : records + page_[i] * stride + int64_t{block_index_y()} * tile.page_bytes;
+      tile.page[i] = Shape::kPages > 1 && block_[i] < 0 ? nullptr : records + int64_t{block_[i]} * tile.page_bytes;
     if (value_ && ++slot_ < end_) look_up();
     value_ = !value_;
     return true;
@@ -53,16 +52,19 @@ class ExtendSource {
 
  private:
   QUANTKV_DEVICE void look_up() {
+#pragma unroll
     for (int i = 0; i < Shape::kPages; i++) {
-      const int page = slot_ * Shape::kPages + i, token = page * Config::kPageSize;
-      page_[i] = token < length_ && token + Config::kPageSize > first_token_ ? a_.page_table[request_ * a_.table_stride + page] : -1;
+      const int entry = slot_ * Shape::kPages + i, token = entry * Config::kPageSize;
+      // A slot has a page that is used; where it has two, the other may not be.
+      const bool used = Shape::kPages == 1 || (token < length_ && token + Config::kPageSize > first_token_);
+      block_[i] = used ? a_.page_table[request_ * a_.table_stride + entry] * a_.kv_heads + block_index_y() : -1;
     }
   }
 
   const AttentionParams& a_;
   int request_, slot_, end_, first_token_, length_;
   bool value_ = false;
-  int page_[Shape::kPages];
+  int block_[Shape::kPages];  // head block in the records; -1: the page is left out
 };
 
 // Rows' positions in their request, and the tokens that they see.
@@ -156,21 +158,11 @@ extend_kernel(ExtendParams p) {
       const bool masked = token < positions.first_seen(wave_last) || token + kTileTokens > wave_first + 1;
       const Tile<typename Config::K> keys{k, t * kTileTokens};
       float probabilities[Attention::kSlots][Attention::kTokens];
-      if (needed) {
-        if (masked)
-          attention.template scores<true>(keys, token, mask, a.softcap_log2, probabilities);
-        else
-          attention.template scores<false>(keys, token, mask, a.softcap_log2, probabilities);
-      }
+      if (needed) attention.scores(keys, token, masked, mask, a.softcap_log2, probabilities);
       if (t == Shape::kTiles - 1) ring.release(source);
       if (t == 0) v = ring.wait(source);
       const Tile<typename Config::V> values{v, t * kTileTokens};
-      if (needed) {
-        if (masked)
-          attention.template values<true>(values, token, mask, probabilities);
-        else
-          attention.template values<false>(values, token, mask, probabilities);
-      }
+      if (needed) attention.values(values, token, masked, mask, probabilities);
     }
     ring.release(source);
   }

@@ -5,7 +5,8 @@
 // few heads of one of Q, K, V and on the tokens of one window of 16.
 //
 // An atom of int8 V is 16 tokens of one dim. So that one thread can write it whole, a block of V takes whole runs:
-// tokens whose slots follow one another inside an atom. It takes the runs that start in its window, up to 31 tokens.
+// tokens whose slots follow one another inside an atom. It takes the runs that start in its window, up to 31 tokens;
+// at most the last of them fills an atom, since the next would start past the window.
 #pragma once
 #include "quantkv/element.h"
 #include "quantkv/quantize.h"
@@ -13,7 +14,6 @@
 namespace quantkv {
 
 constexpr int kStoreWindow = 16;
-constexpr int kStoreTokens = 2 * kStoreWindow - 1;  // most tokens of one block
 constexpr int kStoreWaves = 8;
 constexpr int kStoreBlocks = 3;  // that a unit should hold at a time
 
@@ -45,6 +45,7 @@ struct StoreParams {
   bool interleaved;          // rotary pairs are neighbours (2i, 2i + 1), not (i, i + rotary_dim / 2)
   int tokens_per_pass;       // rows that a block holds at a time: these tokens of
   int heads_per_block;       // these heads
+  int q_groups, kv_groups;   // blocks that the heads of Q take, and those of K (and of V)
 };
 
 QUANTKV_DEVICE Bytes16 load_row(const Rows& rows, int token, int head, int column) {
@@ -127,6 +128,12 @@ QUANTKV_DEVICE void write_codes(uint8_t* block, int token, int column, const uin
   write_words(block + Block::code_offset(token, column / 8 * 4 * kWords), words);
 }
 
+// The same where a row's codes lie in as many atoms.
+template <class Block>
+QUANTKV_DEVICE void write_code_bytes(uint8_t* block, int token, int column, const uint32_t (&words)[2]) {
+  for (int i = 0; i < 8; i++) block[Block::code_offset(token, column + i)] = words[i / 4] >> i % 4 * 8;
+}
+
 template <class Block>
 QUANTKV_DEVICE void write_scale(uint8_t* block, int token, int column, uint32_t scale) {
   constexpr int kColumns = Block::kHeadDim / Block::kScales;
@@ -138,47 +145,43 @@ QUANTKV_DEVICE void write_scale(uint8_t* block, int token, int column, uint32_t 
     store4(to, scale);
 }
 
-// Bit i: token first + i leads a run, or is past the last token.
-QUANTKV_DEVICE uint32_t run_leaders(const StoreParams& p, int first) {
+struct TokenRange {
+  int begin, end;
+  int atom;  // the tokens from here on fill an atom; end if none do
+};
+
+// The runs that start in the window from `first` on; all lanes of the wave call it.
+QUANTKV_DEVICE TokenRange find_runs(const StoreParams& p, int first) {
   const int token = first + lane_index();
   bool leads = token >= p.tokens;
   if (!leads && token < first + 2 * kStoreWindow) {
     const int64_t slot = p.slots[token];
     leads = token == 0 || slot % kAtomBytes == 0 || slot != p.slots[token - 1] + 1;
   }
-  return static_cast<uint32_t>(ballot(leads));
+  // Among 16 tokens one leads a run, because a run ends with its atom.
+  const auto leaders = static_cast<uint32_t>(ballot(leads));
+  const int end = trailing_zeros(leaders & 0xFFFF0000u), last = end - kAtomBytes;
+  const bool fills_atom = (leaders >> last & 0xFFFFu) == 1;
+  TokenRange range{first + trailing_zeros(leaders), min_of(first + end, p.tokens), 0};
+  range.atom = fills_atom ? first + last : range.end;
+  return range;
 }
 
-// Writes the codes of tokens [begin, end) from the tile [heads_per_block][kStoreTokens][D]. A thread takes a dim:
-// neighbours write neighbouring atoms.
+// Writes the atom of tokens [token, token + 16) for every dim, from the tile [heads_per_block][16][D]: neighbouring
+// threads write neighbouring atoms.
 template <class Block>
-QUANTKV_DEVICE void write_token_atoms(const StoreParams& p, const uint8_t* tile, int first_head, int first, int begin,
-                                      int end, uint32_t leaders) {
+QUANTKV_DEVICE void write_token_atoms(const StoreParams& p, const uint8_t* tile, int token, int first_head) {
   constexpr int kHeadDim = Block::kHeadDim;
+  const int64_t slot = p.slots[token];
+  if (slot < 0) return;
   const int heads = min_of(p.heads_per_block, p.v.heads - first_head);
   for (int i = thread_index(); i < heads * kHeadDim; i += block_size()) {
     const int head = i / kHeadDim, dim = i % kHeadDim;
-    const uint8_t* codes = tile + head * kStoreTokens * kHeadDim + dim;
-    for (int token = begin; token < end;) {
-      // Leads a run that no other leader cuts short: its slots are those of one atom.
-      const bool whole = (leaders >> (token - first) & 0xFFFFu) == 1;
-      const int64_t slot = p.slots[token];
-      if (slot >= 0) {
-        uint8_t* block = head_block<Block>(p.v_records, slot, first_head + head, p.v.heads);
-        uint8_t* atom = block + Block::atom_offset(static_cast<int>(slot % Block::kPageSize), dim);
-        if (whole) {
-          Bytes16 bytes{};
-          for (int j = 0; j < kAtomBytes; j++)
-            bytes.w[j / 4] |= static_cast<uint32_t>(codes[j * kHeadDim]) << j % 4 * 8;
-          store16(atom, bytes);
-        } else {
-          atom[slot % kAtomBytes] = *codes;
-        }
-      }
-      const int step = whole ? kAtomBytes : 1;
-      token += step;
-      codes += step * kHeadDim;
-    }
+    const uint8_t* codes = tile + head * kAtomBytes * kHeadDim + dim;
+    Bytes16 atom{};
+    for (int j = 0; j < kAtomBytes; j++) atom.w[j / 4] |= static_cast<uint32_t>(codes[j * kHeadDim]) << j % 4 * 8;
+    uint8_t* block = head_block<Block>(p.v_records, slot, first_head + head, p.v.heads);
+    store16(block + Block::atom_offset(slot % Block::kPageSize, dim), atom);
   }
 }
 
@@ -193,36 +196,30 @@ store_kernel(StoreParams p) {
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "a row is 8, 16 or 32 lanes");
 
   // Which tensor and heads: groups of Q, then of K, then of V.
-  const int q_groups = (p.q.heads + p.heads_per_block - 1) / p.heads_per_block;
-  const int kv_groups = (p.k.heads + p.heads_per_block - 1) / p.heads_per_block;
   int group = block_index_y();
-  const bool is_q = group < q_groups;
-  if (!is_q) group -= q_groups;
-  const bool is_k = !is_q && group < kv_groups;
-  if (!is_q && !is_k) group -= kv_groups;
+  const bool is_q = group < p.q_groups;
+  if (!is_q) group -= p.q_groups;
+  const bool is_k = !is_q && group < p.kv_groups;
+  if (!is_q && !is_k) group -= p.kv_groups;
   const bool is_v = !is_q && !is_k;
   const Rows rows = is_q ? p.q : is_k ? p.k : p.v;
   const float* weight = is_q ? p.q_weight : is_k ? p.k_weight : nullptr;
   const int first_head = group * p.heads_per_block;
 
   // Which tokens.
-  const int first = block_index() * kStoreWindow;
-  int begin = first, end = min_of(first + kStoreWindow, p.tokens);
-  uint32_t leaders = 0;
-  if (V::kIsTokenAtom && is_v) {
-    leaders = run_leaders(p, first);
-    begin = first + trailing_zeros(leaders);
-    end = min_of(first + trailing_zeros(leaders & 0xFFFF0000u), p.tokens);
-  }
+  const int first = block_index() * kStoreWindow, last = min_of(first + kStoreWindow, p.tokens);
+  TokenRange range{first, last, last};
+  if (V::kIsTokenAtom && is_v) range = find_runs(p, first);
 
   const int row = thread_index() / kLanes, column = thread_index() % kLanes * 8;
-  const int head_in_block = row / p.tokens_per_pass;
-  uint8_t* tile = shared_memory() + head_in_block * kStoreTokens * kHeadDim;
-  for (int pass = begin; pass < end; pass += p.tokens_per_pass) {
+  const int head_in_block = row / p.tokens_per_pass, token_in_pass = row % p.tokens_per_pass;
+  const bool is_head = first_head + head_in_block < rows.heads;
+  const int head = is_head ? first_head + head_in_block : first_head;
+  uint8_t* tile = shared_memory() + head_in_block * kAtomBytes * kHeadDim;
+  for (int pass = range.begin; pass < range.end; pass += p.tokens_per_pass) {
     // Rows past the end repeat another one, since all lanes of a wave take part in its collectives.
-    const bool is_row = pass + row % p.tokens_per_pass < end && first_head + head_in_block < rows.heads;
-    const int token = is_row ? pass + row % p.tokens_per_pass : pass;
-    const int head = is_row ? first_head + head_in_block : first_head;
+    const bool is_row = pass + token_in_pass < range.end && is_head;
+    const int token = is_row ? pass + token_in_pass : pass;
 
     Bytes16 packed = load_row(rows, token, head, column);
     if (weight) packed = rms_norm<kElement, kHeadDim>(packed, weight, p.eps, column);
@@ -252,21 +249,24 @@ store_kernel(StoreParams p) {
       uint8_t* block = head_block<V>(p.v_records, slot, head, rows.heads);
       if (writes) write_scale<V>(block, slot % kPageSize, column, codes.scale);
       if constexpr (V::kIsTokenAtom) {
-        if (is_row) write_words(tile + (token - begin) * kHeadDim + column, codes.words);
+        if (is_row && token >= range.atom)
+          write_words(tile + (token - range.atom) * kHeadDim + column, codes.words);
+        else if (writes)
+          write_code_bytes<V>(block, slot % kPageSize, column, codes.words);
       } else if (writes) {
         write_codes<V>(block, slot % kPageSize, column, codes.words);
       }
     }
   }
   if constexpr (V::kIsTokenAtom) {
-    if (!is_v) return;
+    if (range.atom == range.end) return;
     sync_block();
-    write_token_atoms<V>(p, shared_memory(), first_head, first, begin, end, leaders);
+    write_token_atoms<V>(p, shared_memory(), range.atom, first_head);
   }
 }
 
 #ifndef QUANTKV_DEVICE_ONLY
-// Fills in what the launch decides: tokens_per_pass and heads_per_block. nullptr, or what went wrong.
+// Fills in what the launch decides, tokens_per_pass and all after it. nullptr, or what went wrong.
 template <class Config>
 const char* store(StoreParams p, Element element, Stream stream) {
   if (p.tokens == 0) return nullptr;
@@ -278,11 +278,12 @@ const char* store(StoreParams p, Element element, Stream stream) {
   const int window = p.tokens <= 2 ? p.tokens : kStoreWindow;
   p.tokens_per_pass = window < rows ? window : rows;
   p.heads_per_block = rows / p.tokens_per_pass;
-  const int groups = ceil_div(p.q.heads, p.heads_per_block) + 2 * ceil_div(p.k.heads, p.heads_per_block);
-  const int shared_bytes = Config::V::kIsTokenAtom ? p.heads_per_block * kStoreTokens * Config::kHeadDim : 0;
+  p.q_groups = ceil_div(p.q.heads, p.heads_per_block);
+  p.kv_groups = ceil_div(p.k.heads, p.heads_per_block);
+  const int shared_bytes = Config::V::kIsTokenAtom ? p.heads_per_block * kAtomBytes * Config::kHeadDim : 0;
   const auto kernel =
       element == Element::kBf16 ? store_kernel<Config, Element::kBf16> : store_kernel<Config, Element::kFp16>;
-  return launch(kernel, dim3(ceil_div(p.tokens, kStoreWindow), groups), threads, shared_bytes, stream, p);
+  return launch(kernel, dim3(ceil_div(p.tokens, kStoreWindow), p.q_groups + 2 * p.kv_groups), threads, shared_bytes, stream, p);
 }
 #endif
 

@@ -37,7 +37,7 @@ class DecodeLayout:
 
     def plan_ints(self, requests: int, kv_heads: int) -> int:
         """int32 elements of a plan's workspace; see hip/src/decode_plan.h."""
-        return 3 * requests + 1 + self.workers + 2 * requests * kv_heads * self.row_blocks
+        return 3 * requests + 2 + 2 * self.workers + 2 * requests * kv_heads * self.row_blocks
 
     def num_partials(self, requests: int, kv_heads: int) -> int:
         """Partial results that a call may leave."""

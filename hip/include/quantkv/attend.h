@@ -85,9 +85,9 @@ struct WaveAttention {
   }
 
   // Scores of a tile and its probabilities relative to the running maximum, times 2^kProbabilityExponent. `position`
-  // is the tile's first token; where kMasked, a token that mask.visible(slot, position) denies has probability 0.
-  template <bool kMasked, class Mask>
-  QUANTKV_DEVICE void scores(const Tile<K>& k, int position, const Mask& mask, float softcap_log2,
+  // is the tile's first token; if `masked`, a token that mask.visible(slot, position) denies has probability 0.
+  template <class Mask>
+  QUANTKV_DEVICE void scores(const Tile<K>& k, int position, bool masked, const Mask& mask, float softcap_log2,
                              float (&p)[kSlots][kTokens]) {
     F::scores(k, query, p);
     float largest[kSlots];
@@ -97,10 +97,12 @@ struct WaveAttention {
       if constexpr (kTwoTerm)
 #pragma unroll
         for (int i = 0; i < kTokens; i++) p[slot][i] += F::other_term(p[slot][i]);
-      if (softcap_log2 > 0)
+      if (softcap_log2 > 0) {
+        const float factor = divide_approx(2.0f * kLog2e, softcap_log2);
 #pragma unroll
-        for (int i = 0; i < kTokens; i++) p[slot][i] = capped(p[slot][i], softcap_log2);
-      if constexpr (kMasked)
+        for (int i = 0; i < kTokens; i++) p[slot][i] = softcap_log2 * tanh_of_half(p[slot][i] * factor);
+      }
+      if (masked)
 #pragma unroll
         for (int i = 0; i < kTokens; i++)
           if (!mask.visible(slot, position + F::token(i))) p[slot][i] = -kInfinity;
@@ -132,11 +134,17 @@ struct WaveAttention {
   }
 
   // output += p * v.
-  template <bool kMasked, class Mask>
-  QUANTKV_DEVICE void values(const Tile<V>& v, int position, const Mask& mask, const float (&p)[kSlots][kTokens]) {
-    mark_non_finite<kMasked>(v, position, mask);
-    if constexpr (!F::kInt8V) {
-      F::template accumulate_fp4<kMasked || V::kFormat != Format::kMxfp4>(v, p, output);
+  template <class Mask>
+  QUANTKV_DEVICE void values(const Tile<V>& v, int position, bool masked, const Mask& mask,
+                             const float (&p)[kSlots][kTokens]) {
+    mark_non_finite(v, position, masked, mask);
+    if constexpr (V::kFormat == Format::kMxfp4) {
+      if (masked)
+        F::template accumulate_fp4<true>(v, p, output);
+      else
+        F::template accumulate_fp4<false>(v, p, output);
+    } else if constexpr (!F::kInt8V) {
+      F::template accumulate_fp4<true>(v, p, output);
     } else {
       constexpr int kBlock = kTokens / F::kProbabilityBlocks;
 #pragma unroll
@@ -149,12 +157,12 @@ struct WaveAttention {
         for (int slot = 0; slot < kSlots; slot++) {
           float weighted[kBlock], amax = 1e-36f;
 #pragma unroll
-          for (int i = 0; i < kBlock; i++) {
-            const float probability = p[slot][kBlock * block + i];
-            // The scale of a token that nobody sees may be anything.
-            weighted[i] = !kMasked || probability > 0 ? probability * scales[i] : 0.0f;
-            amax = fmaxf(amax, weighted[i]);
-          }
+          for (int i = 0; i < kBlock; i++) weighted[i] = p[slot][kBlock * block + i] * scales[i];
+          if (masked)  // the scale of a token that nobody sees may be anything
+#pragma unroll
+            for (int i = 0; i < kBlock; i++) weighted[i] = p[slot][kBlock * block + i] > 0 ? weighted[i] : 0.0f;
+#pragma unroll
+          for (int i = 0; i < kBlock; i++) amax = fmaxf(amax, weighted[i]);
           amax = F::max_over_tokens(amax);
           const float inverse = divide_approx(kInt8Max, amax);
           const bool residual = is_residual(F::column(slot));
@@ -203,15 +211,12 @@ struct WaveAttention {
   QUANTKV_DEVICE static int code(float x, float inverse, bool residual) {
     return static_cast<int8_t>(biased_code(x, inverse, residual) & 0xFFu);
   }
-  // cap * tanh(x / cap), by exp2.
-  QUANTKV_DEVICE static float capped(float x, float cap) {
-    const float e = exp2_approx(x * (2.0f * kLog2e) / cap);
-    return cap * (1.0f - divide_approx(2.0f, 1.0f + e));
-  }
+  // tanh(x * ln(2) / 2): with x = s * 2 * log2(e) / cap that is tanh(s / cap).
+  QUANTKV_DEVICE static float tanh_of_half(float x) { return 1.0f - divide_approx(2.0f, 1.0f + exp2_approx(x)); }
 
   // A V row that is not finite must show in the rows that see it: their sums become NaN.
-  template <bool kMasked, class Mask>
-  QUANTKV_DEVICE void mark_non_finite(const Tile<V>& v, int position, const Mask& mask) {
+  template <class Mask>
+  QUANTKV_DEVICE void mark_non_finite(const Tile<V>& v, int position, bool masked, const Mask& mask) {
     constexpr int kTokensPerWord = 4 / V::kScaleBytes, kWordsPerScale = kTileTokens / kTokensPerWord;
     bool found = false;
 #pragma unroll
@@ -225,7 +230,7 @@ struct WaveAttention {
     for (int slot = 0; slot < kSlots; slot++)
 #pragma unroll
       for (int i = 0; i < kTokens; i++) {
-        if (kMasked && !mask.visible(slot, position + F::token(i))) continue;
+        if (masked && !mask.visible(slot, position + F::token(i))) continue;
 #pragma unroll 1
         for (int index = 0; index < V::kScales; index++)
           if (!is_finite(load_scale<V>(v.scale(F::token(i), index)))) sum[slot] = as_float(kNanBits);

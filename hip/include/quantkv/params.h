@@ -13,10 +13,8 @@ struct AttentionParams {
   uint16_t* out;             // [query tokens, Hq, D], the same elements
   int64_t out_token_stride;
   int64_t out_head_stride;
-  const uint8_t* k_records;  // [pages, Hkv, K block bytes], 128-byte aligned
-  const uint8_t* v_records;
-  int64_t k_page_stride;     // bytes
-  int64_t v_page_stride;
+  const uint8_t* k_records;  // [pages, Hkv, K block bytes]
+  const uint8_t* v_records;  // [pages, Hkv, V block bytes]
   const int* page_table;     // [requests, table_stride]
   int64_t table_stride;
   const int* seq_lens;       // [requests], query tokens included

@@ -44,30 +44,49 @@ QUANTKV_DEVICE uint32_t e2m1_magnitude(float y) {
   return static_cast<uint32_t>(code < 7.0f ? code : 7.0f);
 }
 
+// Divides many values by one scale, and rounds as IEEE division does: the product with the rounded reciprocal,
+// corrected by its exact remainder (Markstein). Where the remainder would leave the range of floats, both sides are
+// scaled first, which is exact. Quotients below 1/4 may come out as anything below 1/4, signs included.
+struct Divisor {
+  float shift, scale, reciprocal;
+};
+QUANTKV_DEVICE Divisor divisor_of(float scale, uint32_t amax) {
+  const auto power = [](int exponent) { return as_float((127 + exponent) << 23); };
+  const float shift = amax < as_bits(power(-80)) ? power(100) : amax > as_bits(power(100)) ? power(-100) : 1.0f;
+  return {shift, scale * shift, divide(1.0f, scale * shift)};
+}
+QUANTKV_DEVICE float divide_by(float x, const Divisor& d) {
+  const float quotient = x * d.shift * d.reciprocal;
+  return fmaf(fmaf(-quotient, d.scale, x * d.shift), d.reciprocal, quotient);
+}
+
 template <Format kFormat, int kHeadDim>
 QUANTKV_DEVICE Codes<kFormat> quantize(const float (&x)[8]) {
-  constexpr bool kIsInt8 = kFormat == Format::kInt8;
+  constexpr bool kIsInt8 = kFormat == Format::kInt8, kIsMx = kFormat == Format::kMxfp4;
   static_assert(kHeadDim % kGroup == 0 && kHeadDim / 8 <= kWave);
   const uint32_t amax = largest_magnitude(x, kIsInt8 ? kHeadDim / 8 : kGroup / 8);
   const bool finite = amax < 0x7F800000u;
-  float scale;
   Codes<kFormat> result{};
-  if constexpr (kFormat == Format::kMxfp4) {
+  Divisor divisor{};
+  bool has_codes = finite && amax > 0;
+  if constexpr (kIsMx) {
     result.scale = finite ? e8m0_of(amax) : kE8m0Nan;
-    scale = as_float((2 * kE8m0Bias - e8m0_of(amax)) << 23);  // its reciprocal, which is exact
+    divisor.reciprocal = as_float((2 * kE8m0Bias - e8m0_of(amax)) << 23);  // of a power of two: exact
   } else {
-    scale = divide(as_float(amax), kIsInt8 ? static_cast<float>(kInt8Max) : kE2m1Max);
+    const float scale = divide(as_float(amax), kIsInt8 ? static_cast<float>(kInt8Max) : kE2m1Max);
     result.scale = finite ? as_bits(scale) : kNanBits;
+    has_codes = has_codes && scale > 0.0f;
+    divisor = divisor_of(scale, amax);
   }
-  if (!finite || amax == 0 || scale == 0.0f) return result;
+  if (!has_codes) return result;
   for (int i = 0; i < 8; i++) {
-    const float y = kFormat == Format::kMxfp4 ? x[i] * scale : divide(x[i], scale);
+    const float y = kIsMx ? x[i] * divisor.reciprocal : divide_by(x[i], divisor);
     if constexpr (kIsInt8) {
       const int code = min_of(max_of(static_cast<int>(round_even(y)), -kInt8Max), kInt8Max);
       result.words[i / 4] |= (code & 0xFFu) << i % 4 * 8;
     } else {
-      const uint32_t bits = as_bits(y);
-      result.words[0] |= (e2m1_magnitude(as_float(bits & 0x7FFFFFFFu)) | bits >> 31 << 3) << i * 4;
+      const uint32_t magnitude = e2m1_magnitude(as_float(as_bits(y) & 0x7FFFFFFFu)), sign = as_bits(x[i]) >> 31;
+      result.words[0] |= (magnitude | sign << 3) << i * 4;
     }
   }
   return result;

@@ -72,14 +72,19 @@ class TileRing {
     TileCopy tile;
     if (!source.next(tile)) return;
     int bytes = 0;
-    for (int i = 0; i < kPages; i++) bytes += tile.page[i] ? tile.page_bytes : 0;
+#pragma unroll
+    for (int i = 0; i < kPages; i++) bytes += is_present(tile, i) ? tile.page_bytes : 0;
     copy_begin(&barriers_[slot], bytes, Scope::rank());
+#pragma unroll
     for (int i = 0; i < kPages; i++)
-      if (tile.page[i])
+      if (is_present(tile, i))
         copy_piece(&barriers_[slot], memory_ + slot * kSlotBytes + i * tile.page_bytes, tile.page[i], tile.page_bytes,
                    Scope::rank(), Scope::size());
     copy_end(&barriers_[slot]);
   }
+
+  // A tile of one page always has it.
+  QUANTKV_DEVICE static bool is_present(const TileCopy& tile, int i) { return kPages == 1 || tile.page[i]; }
 
   uint8_t* memory_;
   Barrier* barriers_;
