@@ -263,13 +263,14 @@ def without_barrier(tmp_path_factory):
 def test_a_missing_barrier_is_caught(without_barrier, monkeypatch, order):
     """The emulation shows that V would be read from shared memory that not every lane has written."""
     monkeypatch.setattr("sglang_quantkv.kernels.store.find_function", lambda name, *_: without_barrier[name])
-    wrong = 0
-    for _, case, expected, _ in cases(ONE):
+    wrong = set()
+    for name, case, expected, _ in cases(ONE):
         cache = ONE.cache()
         run(cache, ON_EMULATION, case)
         assert torch.equal(cache.k_records, expected.k_records)
-        wrong += not torch.equal(cache.v_records, expected.v_records)
-    assert wrong > 20
+        if not torch.equal(cache.v_records, expected.v_records):
+            wrong.add(name.split(": ")[1].split(", torch")[0])
+    assert wrong >= {f"{n} tokens, aligned" for n in (16, 17, 33)}  # where whole atoms are written
 
 
 # ---- arguments --------------------------------------------------------------------------------------
