@@ -114,6 +114,7 @@ QUANTKV_KERNEL(Shape::kMaxWaves* kWave, 1)
 decode_kernel(DecodeParams p) {
   using Attention = typename Shape::Attention;
   const AttentionParams& a = p.attention;
+  allow_next_kernel();  // combine, which waits for our results
   const int worker = block_index() * (block_size() / kWave) + wave_index();
   int position = p.plan.worker_start[worker];
   const int end = p.plan.worker_start[worker + 1];
@@ -187,11 +188,22 @@ decode_kernel(DecodeParams p) {
 
 constexpr int kCombineThreads = 128;
 
+// Adds another partial result of four dims to this one, both relative to their own maximum.
+QUANTKV_DEVICE void merge(float& maximum, float& sum, float (&out)[4], float other_maximum, float other_sum, const float* other) {
+  const float larger = fmaxf(maximum, other_maximum);
+  const float old = exp2_approx(maximum - larger), young = exp2_approx(other_maximum - larger);
+  maximum = larger;
+  sum = sum * old + other_sum * young;
+#pragma unroll
+  for (int d = 0; d < 4; d++) out[d] = out[d] * old + other[d] * young;
+}
+
 // One block per (segment, row): threads hold four dims each, and the groups of D / 4 threads take turns at partials.
 template <class Config, class Shape>
 QUANTKV_KERNEL(kCombineThreads, 1)
 combine_kernel(DecodeParams p) {
   constexpr int kDimThreads = Config::kHeadDim / 4, kTurns = kCombineThreads / kDimThreads;
+  constexpr int kLoads = 4;  // partials that a thread has under way
   const AttentionParams& a = p.attention;
   const int segment = block_index(), row = block_index_y();
   const int request = segment / p.plan.segments_per_request, local = segment % p.plan.segments_per_request;
@@ -200,15 +212,21 @@ combine_kernel(DecodeParams p) {
   if (query_row >= p.q_len * a.group) return;  // all threads alike
   const int first = p.plan.partials[2 * segment], count = p.plan.partials[2 * segment + 1];
 
+  wait_for_previous_kernel();
   float maximum = kLowest, sum = 0, out[4] = {};
-  for (int i = turn; i < count; i += kTurns) {
-    const int64_t partial = int64_t{first + i} * Shape::kRows + row;
-    const float m = p.partial_state[2 * partial], s = p.partial_state[2 * partial + 1];
-    const Bytes16 o = load16(p.partial_out + partial * Config::kHeadDim + dim);
-    const float larger = fmaxf(maximum, m), old = exp2_approx(maximum - larger), young = exp2_approx(m - larger);
-    maximum = larger;
-    sum = sum * old + s * young;
-    for (int d = 0; d < 4; d++) out[d] = out[d] * old + as_float(o.w[d]) * young;
+  for (int i = turn; i < count; i += kLoads * kTurns) {
+    float m[kLoads], s[kLoads];
+    Bytes16 o[kLoads];
+#pragma unroll
+    for (int u = 0; u < kLoads; u++) {
+      const bool present = i + u * kTurns < count;
+      const int64_t partial = int64_t{first + (present ? i + u * kTurns : i)} * Shape::kRows + row;
+      m[u] = present ? p.partial_state[2 * partial] : kLowest;
+      s[u] = present ? p.partial_state[2 * partial + 1] : 0;
+      o[u] = load16(p.partial_out + partial * Config::kHeadDim + dim);
+    }
+#pragma unroll
+    for (int u = 0; u < kLoads; u++) merge(maximum, sum, out, m[u], s[u], reinterpret_cast<const float*>(o[u].w));
   }
   // Turn 0 adds the others' results, in order.
   float* shared = reinterpret_cast<float*>(shared_memory());
@@ -219,10 +237,7 @@ combine_kernel(DecodeParams p) {
   if (turn != 0) return;
   for (int t = 1; t < kTurns; t++) {
     const float* other = shared + (t * kDimThreads + thread_index()) * 6;
-    const float larger = fmaxf(maximum, other[0]), old = exp2_approx(maximum - larger), young = exp2_approx(other[0] - larger);
-    maximum = larger;
-    sum = sum * old + other[1] * young;
-    for (int d = 0; d < 4; d++) out[d] = out[d] * old + other[2 + d] * young;
+    merge(maximum, sum, out, other[0], other[1], other + 2);
   }
   const int query_head = head * a.group + query_row % a.group;
   if (a.sinks) {
@@ -305,7 +320,7 @@ const char* decode(DecodeParams p, const DecodeLayout& layout, Stream stream) {
     const char* error = launch(decode_kernel<Config, Shape>, dim3(layout.workers / layout.waves), layout.waves * kWave,
                                layout.waves * Shape::ring_bytes_of(layout.stages), stream, p);
     if (error) return error;
-    return launch(combine_kernel<Config, Shape>, dim3(p.attention.requests * p.plan.segments_per_request, Shape::kRows),
+    return launch_early(combine_kernel<Config, Shape>, dim3(p.attention.requests * p.plan.segments_per_request, Shape::kRows),
                   kCombineThreads, kCombineThreads * 6 * 4, stream, p);
   });
 }

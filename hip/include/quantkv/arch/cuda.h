@@ -39,6 +39,19 @@ QUANTKV_DEVICE uint64_t ballot(bool predicate) { return __ballot_sync(kAllLanes,
 
 QUANTKV_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 
+// A kernel that was launched with `launch_early` may start once every block of the one before it has allowed it, or has
+// ended; it must wait before it reads what that one wrote.
+QUANTKV_DEVICE void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+QUANTKV_DEVICE void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 QUANTKV_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -179,14 +192,28 @@ using Stream = cudaStream_t;
 
 // nullptr, or what went wrong.
 template <class Params>
-const char* launch(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes, Stream stream, const Params& params) {
-  if (shared_bytes > 48 * 1024) {
-    cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (e != cudaSuccess) return cudaGetErrorString(e);
-  }
-  kernel<<<grid, threads, shared_bytes, stream>>>(params);
-  cudaError_t e = cudaGetLastError();
+const char* launch(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes, Stream stream, const Params& params,
+                   bool early = false) {
+  cudaError_t e = cudaSuccess;
+  if (shared_bytes > 48 * 1024)
+    e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = early;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  if (e == cudaSuccess) e = cudaLaunchKernelEx(&config, kernel, params);
   return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
+}
+// As `launch`, and the kernel may start before the one before it has ended.
+template <class Params>
+const char* launch_early(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes, Stream stream, const Params& params) {
+  return launch(kernel, grid, threads, shared_bytes, stream, params, true);
 }
 
 struct DeviceLimits {

@@ -79,6 +79,9 @@ QUANTKV_DEVICE uint64_t ballot(bool predicate) {
 QUANTKV_DEVICE bool any(bool predicate) { return ballot(predicate) != 0; }
 
 QUANTKV_DEVICE int count_bits(uint32_t x) { return __builtin_popcount(x); }
+// Kernels of a stream run one after another.
+QUANTKV_DEVICE void allow_next_kernel() {}
+QUANTKV_DEVICE void wait_for_previous_kernel() {}
 QUANTKV_DEVICE float exp2_approx(float x) { return exp2f(x); }
 QUANTKV_DEVICE float divide_approx(float a, float b) { return a / b; }
 QUANTKV_DEVICE float divide(float a, float b) { return a / b; }
@@ -151,6 +154,11 @@ template <class Params>
 const char* launch(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes, Stream, const Params& params) {
   reset_barriers();
   return emulation::run(grid.x, grid.y, threads, kWave, shared_bytes, [&] { kernel(params); });
+}
+
+template <class Params>
+const char* launch_early(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes, Stream stream, const Params& params) {
+  return launch(kernel, grid, threads, shared_bytes, stream, params);
 }
 
 struct DeviceLimits {

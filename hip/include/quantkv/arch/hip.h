@@ -52,6 +52,9 @@ QUANTKV_DEVICE float fmaf(float a, float b, float c) { return __builtin_fmaf(a, 
 QUANTKV_DEVICE float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 #endif
 QUANTKV_DEVICE int count_bits(uint32_t x) { return __builtin_popcount(x); }
+// Kernels of a stream run one after another.
+QUANTKV_DEVICE void allow_next_kernel() {}
+QUANTKV_DEVICE void wait_for_previous_kernel() {}
 QUANTKV_DEVICE float exp2_approx(float x) { return __builtin_amdgcn_exp2f(x); }
 QUANTKV_DEVICE float divide_approx(float a, float b) { return a * __builtin_amdgcn_rcpf(b); }
 QUANTKV_DEVICE float divide(float a, float b) { return a / b; }
@@ -137,6 +140,11 @@ const char* launch(void (*kernel)(Params), dim3 grid, int threads, int shared_by
   void* arguments[] = {const_cast<Params*>(&params)};
   hipError_t e = hipLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), arguments, shared_bytes, stream);
   return e == hipSuccess ? nullptr : hipGetErrorString(e);
+}
+
+template <class Params>
+const char* launch_early(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes, Stream stream, const Params& params) {
+  return launch(kernel, grid, threads, shared_bytes, stream, params);
 }
 
 struct DeviceLimits {
