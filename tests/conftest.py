@@ -1,11 +1,11 @@
-"""Fixtures that cost a lot, made once: the demo model and the servers."""
+"""Fixtures that cost a lot, made once: the demo model and the servers.
+
+What they need is imported where it is used, so that kernels are tested on machines without SGLang.
+"""
 
 from __future__ import annotations
 
 import pytest
-from server import Servers
-
-from sglang_quantkv.demo import demo_model_path
 
 _measured: list[str] = []
 
@@ -26,12 +26,16 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def demo_model():
     """The Hugging Face folder of the demo model, converted on first use."""
+    from sglang_quantkv.demo import demo_model_path
+
     return demo_model_path()
 
 
 @pytest.fixture(scope="session")
 def serve(demo_model, tmp_path_factory):
     """``serve(flags)``: a running server of the demo model with these flags."""
+    from server import Servers
+
     servers = Servers(demo_model, tmp_path_factory.mktemp("servers"))
     yield servers
     servers.stop()
