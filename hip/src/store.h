@@ -128,10 +128,11 @@ QUANTKV_DEVICE void write_codes(uint8_t* block, int token, int column, const uin
   write_words(block + Block::code_offset(token, column / 8 * 4 * kWords), words);
 }
 
-// The same where a row's codes lie in as many atoms.
+// The same where every code lies in an atom of its own: neighbouring lanes write neighbouring atoms.
 template <class Block>
-QUANTKV_DEVICE void write_code_bytes(uint8_t* block, int token, int column, const uint32_t (&words)[2]) {
-  for (int i = 0; i < 8; i++) block[Block::code_offset(token, column + i)] = words[i / 4] >> i % 4 * 8;
+QUANTKV_DEVICE void write_code_bytes(uint8_t* block, int token, int column, const uint8_t* codes) {
+  for (int dim = column / 8; dim < Block::kHeadDim; dim += Block::kHeadDim / 8)
+    block[Block::code_offset(token, dim)] = codes[dim];
 }
 
 template <class Block>
@@ -167,17 +168,17 @@ QUANTKV_DEVICE TokenRange find_runs(const StoreParams& p, int first) {
   return range;
 }
 
-// Writes the atom of tokens [token, token + 16) for every dim, from the tile [heads_per_block][16][D]: neighbouring
+// Writes the atom of tokens [token, token + 16) for every dim, from tiles [heads_per_block][16][D]: neighbouring
 // threads write neighbouring atoms.
 template <class Block>
-QUANTKV_DEVICE void write_token_atoms(const StoreParams& p, const uint8_t* tile, int token, int first_head) {
+QUANTKV_DEVICE void write_token_atoms(const StoreParams& p, const uint8_t* tiles, int token, int first_head) {
   constexpr int kHeadDim = Block::kHeadDim;
   const int64_t slot = p.slots[token];
   if (slot < 0) return;
   const int heads = min_of(p.heads_per_block, p.v.heads - first_head);
   for (int i = thread_index(); i < heads * kHeadDim; i += block_size()) {
     const int head = i / kHeadDim, dim = i % kHeadDim;
-    const uint8_t* codes = tile + head * kAtomBytes * kHeadDim + dim;
+    const uint8_t* codes = tiles + head * kAtomBytes * kHeadDim + dim;
     Bytes16 atom{};
     for (int j = 0; j < kAtomBytes; j++) atom.w[j / 4] |= static_cast<uint32_t>(codes[j * kHeadDim]) << j % 4 * 8;
     uint8_t* block = head_block<Block>(p.v_records, slot, first_head + head, p.v.heads);
@@ -215,7 +216,10 @@ store_kernel(StoreParams p) {
   const int head_in_block = row / p.tokens_per_pass, token_in_pass = row % p.tokens_per_pass;
   const bool is_head = first_head + head_in_block < rows.heads;
   const int head = is_head ? first_head + head_in_block : first_head;
-  uint8_t* tile = shared_memory() + head_in_block * kAtomBytes * kHeadDim;
+  // Codes on their way into token atoms: a row for the lanes that share it, then tiles for the whole block.
+  uint8_t* own_row = shared_memory() + row * kHeadDim;
+  uint8_t* tiles = shared_memory() + block_size() * 8;
+  uint8_t* tile = tiles + head_in_block * kAtomBytes * kHeadDim;
   for (int pass = range.begin; pass < range.end; pass += p.tokens_per_pass) {
     // Rows past the end repeat another one, since all lanes of a wave take part in its collectives.
     const bool is_row = pass + token_in_pass < range.end && is_head;
@@ -249,10 +253,12 @@ store_kernel(StoreParams p) {
       uint8_t* block = head_block<V>(p.v_records, slot, head, rows.heads);
       if (writes) write_scale<V>(block, slot % kPageSize, column, codes.scale);
       if constexpr (V::kIsTokenAtom) {
-        if (is_row && token >= range.atom)
-          write_words(tile + (token - range.atom) * kHeadDim + column, codes.words);
-        else if (writes)
-          write_code_bytes<V>(block, slot % kPageSize, column, codes.words);
+        const bool is_in_atom = token >= range.atom;
+        uint8_t* code_row = is_in_atom ? tile + (token - range.atom) * kHeadDim : own_row;
+        if (is_row) write_words(code_row + column, codes.words);
+        sync_wave();
+        if (writes && !is_in_atom) write_code_bytes<V>(block, slot % kPageSize, column, code_row);
+        sync_wave();
       } else if (writes) {
         write_codes<V>(block, slot % kPageSize, column, codes.words);
       }
@@ -261,7 +267,7 @@ store_kernel(StoreParams p) {
   if constexpr (V::kIsTokenAtom) {
     if (range.atom == range.end) return;
     sync_block();
-    write_token_atoms<V>(p, shared_memory(), range.atom, first_head);
+    write_token_atoms<V>(p, tiles, range.atom, first_head);
   }
 }
 
@@ -280,7 +286,8 @@ const char* store(StoreParams p, Element element, Stream stream) {
   p.heads_per_block = rows / p.tokens_per_pass;
   p.q_groups = ceil_div(p.q.heads, p.heads_per_block);
   p.kv_groups = ceil_div(p.k.heads, p.heads_per_block);
-  const int shared_bytes = Config::V::kIsTokenAtom ? p.heads_per_block * kAtomBytes * Config::kHeadDim : 0;
+  const int shared_bytes =
+      Config::V::kIsTokenAtom ? threads * 8 + p.heads_per_block * kAtomBytes * Config::kHeadDim : 0;
   const auto kernel =
       element == Element::kBf16 ? store_kernel<Config, Element::kBf16> : store_kernel<Config, Element::kFp16>;
   return launch(kernel, dim3(ceil_div(p.tokens, kStoreWindow), p.q_groups + 2 * p.kv_groups), threads, shared_bytes, stream, p);
