@@ -13,7 +13,7 @@ from machines import Config, Machine, build_ahead, machines
 
 from sglang_quantkv.kernels.build import load
 
-machine_of = pytest.mark.parametrize("machine", machines("emulated_mma", "emulated_mfma"), ids=str)
+machine_of = pytest.mark.parametrize("machine", machines("emulated_mma"), ids=str)
 # A slot of the ring holds one page of 64 tokens, or one of 128, or two of 32.
 CONFIGS = {Config("int8", 128, 64): 64, Config("int8", 256, 128): 128, Config("mxfp4", 64, 32): 64}
 config_of = pytest.mark.parametrize("config", CONFIGS, ids=str)
