@@ -186,7 +186,8 @@ decode_kernel(DecodeParams p) {
 
 // ---- combine --------------------------------------------------------------------------------------
 
-constexpr int kCombineThreads = 128;
+constexpr int kMinCombineThreads = 64, kMaxCombineThreads = 512;
+constexpr int kCombineLoads = 4;  // partials that a thread has under way
 
 // Adds another partial result of four dims to this one, both relative to their own maximum.
 QUANTKV_DEVICE void merge(float& maximum, float& sum, float (&out)[4], float other_maximum, float other_sum, const float* other) {
@@ -200,11 +201,11 @@ QUANTKV_DEVICE void merge(float& maximum, float& sum, float (&out)[4], float oth
 
 // One block per (segment, row): threads hold four dims each, and the groups of D / 4 threads take turns at partials.
 template <class Config, class Shape>
-QUANTKV_KERNEL(kCombineThreads, 1)
+QUANTKV_KERNEL(kMaxCombineThreads, 1)
 combine_kernel(DecodeParams p) {
-  constexpr int kDimThreads = Config::kHeadDim / 4, kTurns = kCombineThreads / kDimThreads;
-  constexpr int kLoads = 4;  // partials that a thread has under way
+  constexpr int kDimThreads = Config::kHeadDim / 4;
   const AttentionParams& a = p.attention;
+  const int turns = block_size() / kDimThreads;
   const int segment = block_index(), row = block_index_y();
   const int request = segment / p.plan.segments_per_request, local = segment % p.plan.segments_per_request;
   const int head = local / p.row_blocks, query_row = local % p.row_blocks * Shape::kRows + row;
@@ -214,19 +215,19 @@ combine_kernel(DecodeParams p) {
 
   wait_for_previous_kernel();
   float maximum = kLowest, sum = 0, out[4] = {};
-  for (int i = turn; i < count; i += kLoads * kTurns) {
-    float m[kLoads], s[kLoads];
-    Bytes16 o[kLoads];
+  for (int i = turn; i < count; i += kCombineLoads * turns) {
+    float m[kCombineLoads], s[kCombineLoads];
+    Bytes16 o[kCombineLoads];
 #pragma unroll
-    for (int u = 0; u < kLoads; u++) {
-      const bool present = i + u * kTurns < count;
-      const int64_t partial = int64_t{first + (present ? i + u * kTurns : i)} * Shape::kRows + row;
+    for (int u = 0; u < kCombineLoads; u++) {
+      const bool present = i + u * turns < count;
+      const int64_t partial = int64_t{first + (present ? i + u * turns : i)} * Shape::kRows + row;
       m[u] = present ? p.partial_state[2 * partial] : kLowest;
       s[u] = present ? p.partial_state[2 * partial + 1] : 0;
       o[u] = load16(p.partial_out + partial * Config::kHeadDim + dim);
     }
 #pragma unroll
-    for (int u = 0; u < kLoads; u++) merge(maximum, sum, out, m[u], s[u], reinterpret_cast<const float*>(o[u].w));
+    for (int u = 0; u < kCombineLoads; u++) merge(maximum, sum, out, m[u], s[u], reinterpret_cast<const float*>(o[u].w));
   }
   // Turn 0 adds the others' results, in order.
   float* shared = reinterpret_cast<float*>(shared_memory());
@@ -235,7 +236,7 @@ combine_kernel(DecodeParams p) {
   for (int d = 0; d < 4; d++) mine[2 + d] = out[d];
   sync_block();
   if (turn != 0) return;
-  for (int t = 1; t < kTurns; t++) {
+  for (int t = 1; t < turns; t++) {
     const float* other = shared + (t * kDimThreads + thread_index()) * 6;
     merge(maximum, sum, out, other[0], other[1], other + 2);
   }
@@ -320,8 +321,11 @@ const char* decode(DecodeParams p, const DecodeLayout& layout, Stream stream) {
     const char* error = launch(decode_kernel<Config, Shape>, dim3(layout.workers / layout.waves), layout.waves * kWave,
                                layout.waves * Shape::ring_bytes_of(layout.stages), stream, p);
     if (error) return error;
-    return launch_early(combine_kernel<Config, Shape>, dim3(p.attention.requests * p.plan.segments_per_request, Shape::kRows),
-                  kCombineThreads, kCombineThreads * 6 * 4, stream, p);
+    // As many groups of threads as keep each at about one round of partials.
+    const int segments = p.attention.requests * p.plan.segments_per_request;
+    int threads = kMinCombineThreads;
+    while (threads < kMaxCombineThreads && threads / (Config::kHeadDim / 4) * kCombineLoads < layout.workers / segments) threads *= 2;
+    return launch_early(combine_kernel<Config, Shape>, dim3(segments, Shape::kRows), threads, threads * 6 * 4, stream, p);
   });
 }
 

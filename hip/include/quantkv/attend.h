@@ -14,9 +14,10 @@ constexpr float kLowest = -3.0e38f;
 
 template <class Config, int kColumns, bool kTwoTerm>
 struct WaveAttention {
-  using F = Fragments<Config, kColumns>;
   using K = typename Config::K;
   using V = typename Config::V;
+  // Against 4-bit keys a query has a scale per 32 dims as they do, unless its residuals make one exact enough.
+  using F = Fragments<Config, kColumns, K::kIsInt8 || kTwoTerm ? 1 : Config::kHeadDim / kGroup>;
   static constexpr int kSlots = F::kSlots, kTokens = F::kTokens, kHeadDim = Config::kHeadDim;
   static constexpr int kRows = kTwoTerm ? kColumns / 2 : kColumns;  // query rows of a wave
   static constexpr float kResidual = 254.0f;
@@ -34,7 +35,7 @@ struct WaveAttention {
   // scale_log2 multiplies scores, log2(e) included.
   template <class RowPointer>
   QUANTKV_DEVICE void start(const RowPointer& row_pointer, Element type, float scale_log2) {
-    constexpr int kScales = F::kInt8K ? 1 : kHeadDim / kGroup, kWordsPerScale = F::kQueryWords / kScales;
+    constexpr int kScales = F::kQueryScales, kWordsPerScale = F::kQueryWords / kScales;
     float scale[kScales][F::kColumnTiles];
     F::prepare(query);
 #pragma unroll

@@ -1,6 +1,6 @@
 // A wave's share of attention on its matrix unit: who holds which score, probability and output.
 //
-// Kernels are written against `Fragments<Config, kColumns>` alone. Slots are the query columns of a lane; a lane holds
+// Kernels are written against `Fragments<Config, kColumns, kQueryScales>` alone. Slots are the query columns of a lane; a lane holds
 // the same columns in scores and in outputs, so that softmax needs no exchange between the two.
 #pragma once
 #include "quantkv/arch.h"

@@ -12,13 +12,14 @@
 
 namespace quantkv {
 
-// kColumns: query columns of a wave's tile, a multiple of 8.
-template <class Config, int kColumns_>
+// kQueryScales: scales of a query row, 1 or one per 32 dims. kColumns: query columns of a wave's tile, a multiple of 8.
+template <class Config, int kColumns_, int kQueryScales_>
 struct Fragments {
   using K = typename Config::K;
   using V = typename Config::V;
   static constexpr int kHeadDim = Config::kHeadDim;
   static constexpr int kColumns = kColumns_;
+  static constexpr int kQueryScales = kQueryScales_;
   static constexpr int kColumnTiles = kColumns / 8;
   static constexpr int kSlots = 2 * kColumnTiles;         // query columns of a lane
   static constexpr int kTokens = 8;                       // tokens of a tile that a lane holds, of each slot
@@ -91,7 +92,7 @@ struct Fragments {
   struct Query {
     uint32_t codes[kColumnTiles][kQueryWords];
     uint32_t negated[kInt8K ? 1 : kColumnTiles][kInt8K ? 1 : kQueryWords];
-    float scale[kSlots][kInt8K ? 1 : kHeadDim / kGroup];
+    float scale[kSlots][kQueryScales];
     int start[4];    // accumulators begin with it
     uint32_t table;  // of e2m1_integers
   };
@@ -156,11 +157,17 @@ struct Fragments {
 #pragma unroll
               for (int c = 0; c < 4; c++) {
                 const int slot = 2 * n + (c & 1), h = c >> 1;
-                s[slot][2 * step + h] = fmaf(to_float(acc[c]), scales[h] * q.scale[slot][block], s[slot][2 * step + h]);
+                s[slot][2 * step + h] = fmaf(to_float(acc[c]), scales[h] * block_scale(q, slot, block), s[slot][2 * step + h]);
               }
             }
           }
         }
+        if constexpr (kQueryScales == 1)
+#pragma unroll
+          for (int slot = 0; slot < kSlots; slot++) {
+            s[slot][2 * step] *= q.scale[slot][0];
+            s[slot][2 * step + 1] *= q.scale[slot][0];
+          }
       }
     }
   }
@@ -257,6 +264,11 @@ struct Fragments {
   }
 
  private:
+  // What a block of 32 dims multiplies its part of a score by; a scale of the whole row comes last instead.
+  QUANTKV_DEVICE static float block_scale(const Query& q, int slot, int block) {
+    return kQueryScales == 1 ? 1.0f : q.scale[slot][block];
+  }
+
   // Integers of up to 22 bits become floats by being added to this float's bits: exact, and no conversion.
   static constexpr int kMagic = 0x4B400000;
   QUANTKV_DEVICE static float to_float(int biased) { return as_float(biased) - 12582912.0f; }

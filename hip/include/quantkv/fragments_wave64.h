@@ -11,13 +11,14 @@
 
 namespace quantkv {
 
-// kColumns: query columns of a wave's tile, a multiple of 16.
-template <class Config, int kColumns_>
+// kQueryScales: scales of a query row, 1 or one per 32 dims. kColumns: query columns of a wave's tile, a multiple of 16.
+template <class Config, int kColumns_, int kQueryScales_>
 struct Fragments {
   using K = typename Config::K;
   using V = typename Config::V;
   static constexpr int kHeadDim = Config::kHeadDim;
   static constexpr int kColumns = kColumns_;
+  static constexpr int kQueryScales = kQueryScales_;
   static constexpr int kColumnTiles = kColumns / 16;
   static constexpr int kSlots = kColumnTiles;
   static constexpr int kTokens = 16;
@@ -96,7 +97,7 @@ struct Fragments {
 
   struct Query {
     uint32_t codes[kColumnTiles][kQueryWords];
-    float scale[kSlots][kInt8K ? 1 : kHeadDim / kGroup];
+    float scale[kSlots][kQueryScales];
   };
   QUANTKV_DEVICE static void prepare(Query&) {}
   QUANTKV_DEVICE static void set_codes(Query& q, int tile, int word, const int (&c)[4]) {
@@ -141,9 +142,14 @@ struct Fragments {
             contract32(acc, integers, &q.codes[n][2 * block]);
 #pragma unroll
             for (int r = 0; r < 4; r++)
-              s[n][4 * step + r] = fmaf(static_cast<float>(acc[r]), scales[r] * q.scale[n][block], s[n][4 * step + r]);
+              s[n][4 * step + r] = fmaf(static_cast<float>(acc[r]), scales[r] * block_scale(q, n, block), s[n][4 * step + r]);
           }
         }
+        if constexpr (kQueryScales == 1)
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+            for (int r = 0; r < 4; r++) s[n][4 * step + r] *= q.scale[n][0];
       }
     }
   }
@@ -221,6 +227,11 @@ struct Fragments {
   }
 
  private:
+  // What a block of 32 dims multiplies its part of a score by; a scale of the whole row comes last instead.
+  QUANTKV_DEVICE static float block_scale(const Query& q, int slot, int block) {
+    return kQueryScales == 1 ? 1.0f : q.scale[slot][block];
+  }
+
   // d += side * query, where side is K's tokens or V's dims.
   QUANTKV_DEVICE static void contract32(int (&d)[4], const uint32_t* side, const uint32_t* query) {
     if constexpr (kQueriesOnRows)
