@@ -50,27 +50,28 @@ template <class Config, class Shape>
 class DecodeSource {
  public:
   QUANTKV_DEVICE DecodeSource(const DecodeParams& p, int begin, int end, int request)
-      : p_(p), position_(begin), end_(end), request_(request), looked_up_to_(begin) {}
+      : p_(p), next_(2 * begin), end_(end), request_(request), looked_up_to_(begin) {}
 
   QUANTKV_DEVICE bool next(TileCopy& tile) {
-    if (position_ >= end_) return false;
-    if (position_ == looked_up_to_) look_up();
-    const uint8_t* records = is_value_ ? p_.attention.v_records : p_.attention.k_records;
-    tile.page_bytes = is_value_ ? Config::V::kBytes : Config::K::kBytes;
+    const int position = next_ >> 1;
+    const bool is_value = next_ & 1;
+    if (position >= end_) return false;
+    if (position == looked_up_to_) look_up(position);
+    const uint8_t* records = is_value ? p_.attention.v_records : p_.attention.k_records;
+    tile.page_bytes = is_value ? Config::V::kBytes : Config::K::kBytes;
 #pragma unroll
     for (int i = 0; i < Shape::kPages; i++) {
-      const int block = shuffle(block_[i], position_ - looked_up_to_ + kWave);
+      const int block = shuffle(block_[i], position - looked_up_to_ + kWave);
       tile.page[i] = Shape::kPages > 1 && block < 0 ? nullptr : records + int64_t{block} * tile.page_bytes;
     }
-    position_ += is_value_;
-    is_value_ = !is_value_;
+    next_++;
     return true;
   }
 
  private:
-  QUANTKV_DEVICE void look_up() {
-    looked_up_to_ = position_ + kWave;
-    const int position = position_ + lane_index();
+  QUANTKV_DEVICE void look_up(int first) {
+    looked_up_to_ = first + kWave;
+    const int position = first + lane_index();
     if (position >= end_) return;
     const AttentionParams& a = p_.attention;
     request_ = p_.plan.request_at(position, request_);
@@ -88,8 +89,8 @@ class DecodeSource {
   }
 
   const DecodeParams& p_;
-  int position_, end_, request_, looked_up_to_;
-  bool is_value_ = false;
+  int next_;  // twice the position, and one more for its V
+  int end_, request_, looked_up_to_;
   int block_[Shape::kPages];  // head block in the records; -1: the page is left out
 };
 

@@ -19,9 +19,10 @@ template <class Config>
 struct ExtendShape {
   using K = typename Config::K;
   using V = typename Config::V;
-  // The outputs of 16 rows of a large head would not fit in the registers of 32 lanes.
-  static constexpr int kColumns = kWave == 32 && Config::kHeadDim > 128 ? 8 : 16;
-  static constexpr int kWaves = 8, kThreads = kWaves * kWave, kRows = kWaves * kColumns;
+  // The outputs of 16 rows of a large head do not fit in the registers of 32 lanes, nor of eight waves of 64.
+  static constexpr bool kIsLarge = Config::kHeadDim > 128;
+  static constexpr int kColumns = kWave == 32 && kIsLarge ? 8 : 16, kWaves = kWave == 64 && kIsLarge ? 4 : 8;
+  static constexpr int kThreads = kWaves * kWave, kRows = kWaves * kColumns;
   using Attention = WaveAttention<Config, kColumns, false>;
   static constexpr int kSlotBytes = RingSlot<K>::kBytes > RingSlot<V>::kBytes ? RingSlot<K>::kBytes : RingSlot<V>::kBytes;
   static constexpr int kSlotTokens = RingSlot<K>::kTokens;
@@ -36,17 +37,18 @@ class ExtendSource {
  public:
   using Shape = ExtendShape<Config>;
   QUANTKV_DEVICE ExtendSource(const AttentionParams& a, int request, int slot, int end, int first_token, int length)
-      : a_(a), request_(request), slot_(slot), end_(end), first_token_(first_token), length_(length) {
+      : a_(a), request_(request), next_(2 * slot), end_(end), first_token_(first_token), length_(length) {
     look_up();
   }
   QUANTKV_DEVICE bool next(TileCopy& tile) {
-    if (slot_ >= end_) return false;
-    const uint8_t* records = value_ ? a_.v_records : a_.k_records;
-    tile.page_bytes = value_ ? Config::V::kBytes : Config::K::kBytes;
+    const bool is_value = next_ & 1;
+    if (next_ >> 1 >= end_) return false;
+    const uint8_t* records = is_value ? a_.v_records : a_.k_records;
+    tile.page_bytes = is_value ? Config::V::kBytes : Config::K::kBytes;
     for (int i = 0; i < Shape::kPages; i++)
       tile.page[i] = Shape::kPages > 1 && block_[i] < 0 ? nullptr : records + int64_t{block_[i]} * tile.page_bytes;
-    if (value_ && ++slot_ < end_) look_up();
-    value_ = !value_;
+    next_++;
+    if (is_value && next_ >> 1 < end_) look_up();
     return true;
   }
 
@@ -54,7 +56,7 @@ class ExtendSource {
   QUANTKV_DEVICE void look_up() {
 #pragma unroll
     for (int i = 0; i < Shape::kPages; i++) {
-      const int entry = slot_ * Shape::kPages + i, token = entry * Config::kPageSize;
+      const int entry = (next_ >> 1) * Shape::kPages + i, token = entry * Config::kPageSize;
       // A slot has a page that is used; where it has two, the other may not be.
       const bool used = Shape::kPages == 1 || (token < length_ && token + Config::kPageSize > first_token_);
       block_[i] = used ? a_.page_table[request_ * a_.table_stride + entry] * a_.kv_heads + block_index_y() : -1;
@@ -62,19 +64,27 @@ class ExtendSource {
   }
 
   const AttentionParams& a_;
-  int request_, slot_, end_, first_token_, length_;
-  bool value_ = false;
+  int request_;
+  int next_;  // twice the slot, and one more for its V
+  int end_, first_token_, length_;
   int block_[Shape::kPages];  // head block in the records; -1: the page is left out
 };
 
-// Rows' positions in their request, and the tokens that they see.
+// Rows' positions in their request, and the tokens that they see. Read again where they are needed: held, they would
+// cost registers throughout.
 struct RowPositions {
-  int prefix, rows, group, window_left;
-  QUANTKV_DEVICE int of(int row) const { return prefix + min_of(row, rows - 1) / group; }
-  QUANTKV_DEVICE int first_seen(int position) const { return window_left < 0 ? 0 : max_of(0, position - window_left); }
+  const ExtendParams& p;
+  int request;
+  QUANTKV_DEVICE int queries() const { return p.query_starts[request + 1] - p.query_starts[request]; }
+  QUANTKV_DEVICE int rows() const { return queries() * p.attention.group; }
+  QUANTKV_DEVICE int of(int row) const {
+    return p.attention.seq_lens[request] - queries() + min_of(row, rows() - 1) / p.attention.group;
+  }
+  QUANTKV_DEVICE int first_seen(int position) const {
+    return p.attention.window_left < 0 ? 0 : max_of(0, position - p.attention.window_left);
+  }
 };
 
-// Computed where a tile needs it: held for every slot, it would cost registers throughout.
 template <class Attention>
 struct RangeMask {
   const RowPositions& positions;
@@ -119,19 +129,17 @@ extend_kernel(ExtendParams p) {
   const AttentionParams& a = p.attention;
   int tile = block_index(), request = 0;
   if (!find_rows(p.query_starts, a.requests, a.group, Shape::kRows, tile, request)) return;
-  const int queries = p.query_starts[request + 1] - p.query_starts[request];
-  const int length = a.seq_lens[request], rows = queries * a.group;
-
   // Positions of the block's and of the wave's first and last rows say which tokens are needed.
-  const RowPositions positions{length - queries, rows, a.group, a.window_left};
+  const RowPositions positions{p, request};
   const int block_row = tile * Shape::kRows, wave_row = block_row + wave_index() * Shape::kColumns;
-  const int wave_first = positions.of(wave_row), wave_last = positions.of(wave_row + Shape::kColumns - 1);
+  const int wave_first = positions.of(wave_row);
+  const int wave_last = positions.of(wave_row + Shape::kColumns - 1);
   const int block_from = positions.first_seen(positions.of(block_row));
   const int block_to = positions.of(block_row + Shape::kRows - 1) + 1;
   const int first_slot = block_from / Shape::kSlotTokens, end_slot = (block_to + Shape::kSlotTokens - 1) / Shape::kSlotTokens;
 
   typename Shape::Ring ring(shared_memory(), p.stages);
-  ExtendSource<Config> source(a, request, first_slot, end_slot, block_from, length);
+  ExtendSource<Config> source(a, request, first_slot, end_slot, block_from, a.seq_lens[request]);
   ring.fill(source);
 
   Attention attention;
@@ -143,7 +151,7 @@ extend_kernel(ExtendParams p) {
   attention.start(
       [&](int r) -> const uint16_t* {
         const int row = wave_row + r;
-        return row < rows ? a.q + element_offset(row, a.q_token_stride, a.q_head_stride) : nullptr;
+        return row < positions.rows() ? a.q + element_offset(row, a.q_token_stride, a.q_head_stride) : nullptr;
       },
       a.element, a.scale_log2);
   const RangeMask<Attention> mask{positions, wave_row};
@@ -154,15 +162,15 @@ extend_kernel(ExtendParams p) {
 #pragma unroll 1
     for (int t = 0; t < Shape::kTiles; t++) {
       const int token = i * Shape::kSlotTokens + t * kTileTokens;
-      const bool needed = wave_row < rows && token <= wave_last && token + kTileTokens > positions.first_seen(wave_first);
+      // A wave whose rows see nothing of the tile computes it too, all masked: to skip it would cost registers.
       const bool masked = token < positions.first_seen(wave_last) || token + kTileTokens > wave_first + 1;
       const Tile<typename Config::K> keys{k, t * kTileTokens};
       float probabilities[Attention::kSlots][Attention::kTokens];
-      if (needed) attention.scores(keys, token, masked, mask, a.softcap_log2, probabilities);
+      attention.scores(keys, token, masked, mask, a.softcap_log2, probabilities);
       if (t == Shape::kTiles - 1) ring.release(source);
       if (t == 0) v = ring.wait(source);
       const Tile<typename Config::V> values{v, t * kTileTokens};
-      if (needed) attention.values(values, token, masked, mask, probabilities);
+      attention.values(values, token, masked, mask, probabilities);
     }
     ring.release(source);
   }
@@ -171,7 +179,7 @@ extend_kernel(ExtendParams p) {
 #pragma unroll
   for (int slot = 0; slot < Attention::kSlots; slot++) {
     const int row = wave_row + Attention::row(slot);
-    if (row >= rows) continue;
+    if (row >= positions.rows()) continue;
     float sum = attention.sum[slot], factor = 1;
     if (a.sinks) {
       const float sink = a.sinks[block_index_y() * a.group + row % a.group] * kLog2e, larger = fmaxf(attention.maximum[slot], sink);

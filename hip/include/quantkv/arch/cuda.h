@@ -176,8 +176,10 @@ QUANTKV_DEVICE void copy_piece(Barrier* barrier, uint8_t* to, const uint8_t* fro
         : "memory");
   }
 #else
+  const uint32_t target = shared_address(to);
+#pragma unroll 1
   for (int i = rank * 16; i < bytes; i += threads * 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + i)), "l"(from + i) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + i), "l"(from + i) : "memory");
 #endif
 }
 QUANTKV_DEVICE void copy_end(Barrier* barrier) {
