@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention import USUAL, Case, Problem, check, decode, extend, runs
+from attention import USUAL, Case, Problem, check, decode, extend, row_errors, runs
 from helpers import one_thread  # noqa: F401
 from machines import build_ahead
 
@@ -98,8 +98,9 @@ def test_one_token_has_all_the_weight(config, machine, phase):
             case = Case((length,), (1,), group=group)
             problem = Problem(config, case, keys=[keys], values=[values], queries=[queries])
             got = PHASES[phase](problem, machine)
-            # Other tokens' weights are e^-30 at most, and the least of a step's are not zero in bf16.
-            torch.testing.assert_close(got[0].float(), values[found, 0], rtol=0, atol=1e-12)
+            # Other tokens' weights are e^-30 at most. With an MXFP4 V a zero weight gets the bits of its block's scale
+            # for an exponent, which makes it 2^-37 on 64 lanes: together with 600 values up to 6, 3e-8.
+            torch.testing.assert_close(got[0].float(), values[found, 0], rtol=0, atol=3e-8)
 
 
 @everywhere
@@ -141,4 +142,9 @@ def test_outlier_channels(config, machine, phase):
     if phase == "extend":
         shape = (-1, config.head_dim if config.recipe in ("int8", "k8v4") else 32)  # elements that share a scale
         problem.queries = [fake_quantize(q.unflatten(-1, shape), INT8).flatten(-2) for q in problem.queries]
-    check(problem, got, two_terms=phase == "decode")
+    problem.expected = problem.expected / size  # every channel counts alike
+    if phase == "extend" and config.recipe == "int8":
+        # Steps of int8 probabilities are 1/127 of the largest product with V's scales, which here differ by tokens.
+        assert row_errors(got / size, problem.expected).max() < 6e-2
+    else:
+        check(problem, got / size, two_terms=phase == "decode")
