@@ -186,7 +186,7 @@ extend_kernel(ExtendParams p) {
       factor = exp2_approx(attention.maximum[slot] - larger);
       sum = sum * factor + exp2_approx(sink - larger);
     }
-    factor = divide(factor, sum);
+    factor = sum == 0 ? 0.0f : divide(factor, sum);  // a request without tokens: zeros
     uint16_t* out = a.out + element_offset(row, a.out_token_stride, a.out_head_stride);
 #pragma unroll
     for (int j = 0; j < Attention::F::kDims; j++)
@@ -196,19 +196,30 @@ extend_kernel(ExtendParams p) {
 
 #ifndef QUANTKV_DEVICE_ONLY
 
+template <class Config>
+int extend_shared_bytes(int stages) {
+  using Shape = ExtendShape<Config>;
+  return ring_bytes(stages, Shape::kSlotBytes) * (kWave == 64 ? Shape::kTiles : 1);
+}
+
+// How many tiles a device's shared memory holds under way; 0: not even the fewest that are needed.
+template <class Config>
+int extend_stages(int device) {
+  const DeviceLimits limits = device_limits(device);
+  int stages = kMaxStages;
+  while (stages >= kMinStages && extend_shared_bytes<Config>(stages) > limits.shared_bytes) stages--;
+  return stages >= kMinStages ? stages : 0;
+}
+
 // `tokens`: query tokens of all requests together.
 template <class Config>
-const char* extend(ExtendParams p, int64_t tokens, int device, Stream stream) {
+const char* extend(const ExtendParams& p, int64_t tokens, Stream stream) {
   using Shape = ExtendShape<Config>;
   if (p.attention.requests == 0 || tokens == 0) return nullptr;
-  const DeviceLimits limits = device_limits(device);
-  const auto shared_bytes = [](int stages) { return ring_bytes(stages, Shape::kSlotBytes) * (kWave == 64 ? Shape::kTiles : 1); };
-  for (p.stages = kMaxStages; p.stages > kMinStages && shared_bytes(p.stages) > limits.shared_bytes;) p.stages--;
-  if (shared_bytes(p.stages) > limits.shared_bytes) return "a tile of this page size and head_dim exceeds the shared memory";
   // A request's last tile may be short: at most one more tile each than all rows together fill.
   const int64_t tiles = tokens * p.attention.group / Shape::kRows + p.attention.requests;
   return launch(extend_kernel<Config>, dim3(static_cast<int>(tiles), p.attention.kv_heads), Shape::kThreads,
-                shared_bytes(p.stages), stream, p);
+                extend_shared_bytes<Config>(p.stages), stream, p);
 }
 
 #endif

@@ -10,6 +10,10 @@ from attention import ORDERS, USUAL, Case, Problem, check, decode, extend, has_t
 from helpers import one_thread  # noqa: F401
 from machines import Config, build_ahead
 
+from sglang_quantkv.errors import UnsupportedConfig
+from sglang_quantkv.kernels import extend as kernel
+from sglang_quantkv.kernels.targets import Target
+
 # A block of the kernel takes 128 query rows, 16 for each of its waves.
 WHOLE_PROMPTS = (1, 9, 31, 33, 63, 64, 65, 127, 130, 257)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 24)
@@ -100,3 +104,24 @@ def test_error_of_quantization(config, machine, measured):
     measured(f"extend {config} on {machine}: {errors[0]:.2%} from unquantized attention, the format {errors[1]:.2%}")
     # Errors of kernel and format are independent.
     assert errors[0] <= (errors[1] ** 2 + 1.5e-2**2) ** 0.5
+
+
+@runs([Config("int8", 128, 64)], "emulated_mma", "emulated_mfma")
+def test_a_request_without_tokens_is_zeros(config, machine):
+    """As a padded batch has it: query tokens, and a length of 0."""
+    cache = config.cache(machine.device)
+    q = torch.ones(3, 4, 128, dtype=torch.bfloat16, device=machine.device)
+    table, lengths, starts = (
+        torch.tensor(x, dtype=torch.int32, device=machine.device) for x in ([[2147480000]], [0], [0, 3])
+    )
+    out = kernel.extend(cache, q, table, lengths, starts, scale=1.0, target=machine.target)
+    assert torch.equal(out, torch.zeros_like(q))
+
+
+def test_pages_that_do_not_fit_are_refused():
+    """A page of 128 tokens at head_dim 256 is a tile of 65 KiB: more than the shared memory of a 64-lane unit."""
+    cache = Config("int8", 256, 128).cache()
+    q = torch.ones(1, 2, 256, dtype=torch.bfloat16)
+    table, lengths, starts = (torch.tensor(x, dtype=torch.int32) for x in ([[1]], [1], [0, 1]))
+    with pytest.raises(UnsupportedConfig, match="pages of 128 tokens at head_dim 256 on emulated_mfma.*page-size 64"):
+        kernel.extend(cache, q, table, lengths, starts, scale=1.0, target=Target("emulated_mfma"))

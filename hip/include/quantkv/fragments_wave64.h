@@ -30,7 +30,8 @@ struct Fragments {
   static_assert(kColumns % 16 == 0);
 
   static constexpr bool kInt8K = K::kIsInt8, kInt8V = V::kIsInt8;
-  // As in fragments_mma.h; 4-bit codes enter as their values, since gfx90a flushes subnormal bf16, so the products
+  // As in fragments_mma.h: the sum of exponents also makes of a probability of 0 one of 2^-37 (there 2^-87), which no
+  // result shows. 4-bit codes enter as their values, since gfx90a flushes subnormal bf16, so the products
   // need the smaller factor.
   static constexpr int kProbabilityExponent = kInt8V ? 0 : -90;
   static constexpr int kOutputExponent = kInt8V ? 0 : kProbabilityExponent + 127;
