@@ -30,19 +30,13 @@ struct DecodeShape {
   static constexpr bool kTwoTerm = kTwoTerm_;
   using Attention = WaveAttention<Config, kColumns, kTwoTerm>;
   using K = typename Config::K;
-  using V = typename Config::V;
   static constexpr int kRows = Attention::kRows;
-  static constexpr int kSlotBytes =
-      RingSlot<K>::kBytes > RingSlot<V>::kBytes ? RingSlot<K>::kBytes : RingSlot<V>::kBytes;
-  static constexpr int kSlotTokens = RingSlot<K>::kTokens;
-  static constexpr int kPages = RingSlot<K>::kPages;
-  static constexpr int kTiles = kSlotTokens / kTileTokens;
+  using Slot = RingSlot<Config>;
   // Registers decide: 4-bit decoding needs more waves in flight, large heads and wide tiles leave room for fewer.
   static constexpr bool kIsLarge = Config::kHeadDim > 128, kIsWide = kColumns > 8;
   static constexpr int kMaxWaves = kWave == 64 ? 4 : K::kIsInt8 ? (kIsLarge ? 4 : 8)
                                    : kIsLarge || kIsWide || K::kFormat != Format::kMxfp4 ? 8 : 12;
-  using Ring = TileRing<WaveScope, kSlotBytes, kPages, kTiles>;
-  QUANTKV_HOST_DEVICE static constexpr int ring_bytes_of(int stages) { return ring_bytes(stages, kSlotBytes) * (kWave == 64 ? kTiles : 1); }
+  using Ring = TileRing<WaveScope, Slot>;
 };
 
 // Hands a worker's tiles to its ring. Each lane looks up where the pages of one slot are, for as many slots at once.
@@ -60,9 +54,9 @@ class DecodeSource {
     const uint8_t* records = is_value ? p_.attention.v_records : p_.attention.k_records;
     tile.page_bytes = is_value ? Config::V::kBytes : Config::K::kBytes;
 #pragma unroll
-    for (int i = 0; i < Shape::kPages; i++) {
+    for (int i = 0; i < Shape::Slot::kPages; i++) {
       const int block = shuffle(block_[i], position - looked_up_to_ + kWave);
-      tile.page[i] = Shape::kPages > 1 && block < 0 ? nullptr : records + int64_t{block} * tile.page_bytes;
+      tile.page[i] = Shape::Slot::kPages > 1 && block < 0 ? nullptr : records + int64_t{block} * tile.page_bytes;
     }
     next_++;
     return true;
@@ -80,10 +74,10 @@ class DecodeSource {
     const int length = a.seq_lens[request_];
     const int unseen = a.window_left < 0 ? 0 : max_of(0, length - p_.q_len - a.window_left);
 #pragma unroll
-    for (int i = 0; i < Shape::kPages; i++) {
-      const int entry = slot * Shape::kPages + i, token = entry * Config::kPageSize;
+    for (int i = 0; i < Shape::Slot::kPages; i++) {
+      const int entry = slot * Shape::Slot::kPages + i, token = entry * Config::kPageSize;
       // A slot has a page that is used; where it has two, the other may not be.
-      const bool used = Shape::kPages == 1 || (token < length && token + Config::kPageSize > unseen);
+      const bool used = Shape::Slot::kPages == 1 || (token < length && token + Config::kPageSize > unseen);
       block_[i] = used ? a.page_table[request_ * a.table_stride + entry] * a.kv_heads + head : -1;
     }
   }
@@ -91,7 +85,7 @@ class DecodeSource {
   const DecodeParams& p_;
   int next_;  // twice the position, and one more for its V
   int end_, request_, looked_up_to_;
-  int block_[Shape::kPages];  // head block in the records; -1: the page is left out
+  int block_[Shape::Slot::kPages];  // head block in the records; -1: the page is left out
 };
 
 // Which tokens the slots of a lane see: those of the prefix inside their windows, and of the query tokens those that
@@ -122,7 +116,7 @@ decode_kernel(DecodeParams p) {
   if (position >= end) return;
   int request = p.plan.worker_request[worker];
 
-  typename Shape::Ring ring(shared_memory() + wave_index() * Shape::ring_bytes_of(p.stages), p.stages);
+  typename Shape::Ring ring(shared_memory() + wave_index() * ring_bytes<typename Shape::Slot>(p.stages), p.stages);
   DecodeSource<Config, Shape> source(p, position, end, request);
   ring.fill(source);
 
@@ -144,27 +138,12 @@ decode_kernel(DecodeParams p) {
         },
         a.element, a.scale_log2);
     const StepMask<Attention> mask{p, request, first_row, prefix};
-    // Tokens in between are seen by every row; of a tree's tokens, perhaps none is.
-    const int all_from = a.window_left < 0 ? 0 : max_of(0, length - 1 - a.window_left), all_to = prefix + (p.tree_mask ? 0 : 1);
+    // Of a tree's tokens, perhaps none is seen by all.
+    const SeenByAll seen{a.window_left < 0 ? 0 : max_of(0, length - 1 - a.window_left), prefix + (p.tree_mask ? 0 : 1)};
 
-    for (int i = first; i < last; i++) {
-      const int slot_token = (p.plan.first_slot[request] + i) * Shape::kSlotTokens;
-      const uint8_t* k = ring.wait(source);
-      const uint8_t* v = nullptr;
-#pragma unroll 1
-      for (int tile = 0; tile < Shape::kTiles; tile++) {
-        const int token = slot_token + tile * kTileTokens;
-        const Tile<typename Config::K> keys{k, tile * kTileTokens};
-        float probabilities[Attention::kSlots][Attention::kTokens];
-        const bool masked = token < all_from || token + kTileTokens > all_to;
-        attention.scores(keys, token, masked, mask, a.softcap_log2, probabilities);
-        if (tile == Shape::kTiles - 1) ring.release(source);
-        if (tile == 0) v = ring.wait(source);
-        const Tile<typename Config::V> values{v, tile * kTileTokens};
-        attention.values(values, token, masked, mask, probabilities);
-      }
-      ring.release(source);
-    }
+    for (int i = first; i < last; i++)
+      attend_slot<Config>(attention, ring, source, (p.plan.first_slot[request] + i) * Shape::Slot::kTokens, seen, mask,
+                          a.softcap_log2);
     position += last - first;
 
     attention.finish();
@@ -301,7 +280,7 @@ DecodeLayout decode_layout(int rows, int device) {
   return with_decode_shape<Config>(rows, [&](auto shape) {
     using Shape = decltype(shape);
     DecodeLayout layout{Shape::kRows, ceil_div(rows, Shape::kRows), Shape::kMaxWaves, kMaxStages, 0};
-    while (layout.waves > 0 && layout.waves * Shape::ring_bytes_of(layout.stages) > limits.shared_bytes)
+    while (layout.waves > 0 && layout.waves * ring_bytes<typename Shape::Slot>(layout.stages) > limits.shared_bytes)
       layout.stages > kMinStages ? layout.stages-- : layout.waves--;
     layout.workers = layout.waves * limits.units;
     return layout;
@@ -320,7 +299,7 @@ const char* decode(DecodeParams p, const DecodeLayout& layout, Stream stream) {
   return with_decode_shape<Config>(p.q_len * p.attention.group, [&](auto shape) {
     using Shape = decltype(shape);
     const char* error = launch(decode_kernel<Config, Shape>, dim3(layout.workers / layout.waves), layout.waves * kWave,
-                               layout.waves * Shape::ring_bytes_of(layout.stages), stream, p);
+                               layout.waves * ring_bytes<typename Shape::Slot>(layout.stages), stream, p);
     if (error) return error;
     // As many groups of threads as keep each at about one round of partials.
     const int segments = p.attention.requests * p.plan.segments_per_request;

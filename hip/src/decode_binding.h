@@ -24,7 +24,7 @@ template <class Config>
 void bind_plan(TensorView workspace, TensorView seq_lens, int64_t q_len, int64_t window_left, int64_t segments,
                int64_t workers) {
   PlanParams p{plan_of(workspace, seq_lens, segments, workers), data_of<int>(seq_lens), static_cast<int>(q_len),
-               static_cast<int>(window_left), RingSlot<typename Config::K>::kTokens};
+               static_cast<int>(window_left), RingSlot<Config>::kTokens};
   check(plan(p, stream_of(seq_lens)));
 }
 

@@ -17,18 +17,13 @@ struct ExtendParams {
 
 template <class Config>
 struct ExtendShape {
-  using K = typename Config::K;
-  using V = typename Config::V;
   // The outputs of 16 rows of a large head do not fit in the registers of 32 lanes, nor of eight waves of 64.
   static constexpr bool kIsLarge = Config::kHeadDim > 128;
   static constexpr int kColumns = kWave == 32 && kIsLarge ? 8 : 16, kWaves = kWave == 64 && kIsLarge ? 4 : 8;
   static constexpr int kThreads = kWaves * kWave, kRows = kWaves * kColumns;
   using Attention = WaveAttention<Config, kColumns, false>;
-  static constexpr int kSlotBytes = RingSlot<K>::kBytes > RingSlot<V>::kBytes ? RingSlot<K>::kBytes : RingSlot<V>::kBytes;
-  static constexpr int kSlotTokens = RingSlot<K>::kTokens;
-  static constexpr int kPages = RingSlot<K>::kPages;
-  static constexpr int kTiles = kSlotTokens / kTileTokens;
-  using Ring = TileRing<BlockScope<kThreads>, kSlotBytes, kPages, kTiles>;
+  using Slot = RingSlot<Config>;
+  using Ring = TileRing<BlockScope<kThreads>, Slot>;
 };
 
 // Hands a request's ring slots [slot, end) to the ring, K before V, and looks one slot's pages up ahead.
@@ -45,8 +40,8 @@ class ExtendSource {
     if (next_ >> 1 >= end_) return false;
     const uint8_t* records = is_value ? a_.v_records : a_.k_records;
     tile.page_bytes = is_value ? Config::V::kBytes : Config::K::kBytes;
-    for (int i = 0; i < Shape::kPages; i++)
-      tile.page[i] = Shape::kPages > 1 && block_[i] < 0 ? nullptr : records + int64_t{block_[i]} * tile.page_bytes;
+    for (int i = 0; i < Shape::Slot::kPages; i++)
+      tile.page[i] = Shape::Slot::kPages > 1 && block_[i] < 0 ? nullptr : records + int64_t{block_[i]} * tile.page_bytes;
     next_++;
     if (is_value && next_ >> 1 < end_) look_up();
     return true;
@@ -55,10 +50,10 @@ class ExtendSource {
  private:
   QUANTKV_DEVICE void look_up() {
 #pragma unroll
-    for (int i = 0; i < Shape::kPages; i++) {
-      const int entry = (next_ >> 1) * Shape::kPages + i, token = entry * Config::kPageSize;
+    for (int i = 0; i < Shape::Slot::kPages; i++) {
+      const int entry = (next_ >> 1) * Shape::Slot::kPages + i, token = entry * Config::kPageSize;
       // A slot has a page that is used; where it has two, the other may not be.
-      const bool used = Shape::kPages == 1 || (token < length_ && token + Config::kPageSize > first_token_);
+      const bool used = Shape::Slot::kPages == 1 || (token < length_ && token + Config::kPageSize > first_token_);
       block_[i] = used ? a_.page_table[request_ * a_.table_stride + entry] * a_.kv_heads + block_index_y() : -1;
     }
   }
@@ -67,7 +62,7 @@ class ExtendSource {
   int request_;
   int next_;  // twice the slot, and one more for its V
   int end_, first_token_, length_;
-  int block_[Shape::kPages];  // head block in the records; -1: the page is left out
+  int block_[Shape::Slot::kPages];  // head block in the records; -1: the page is left out
 };
 
 // Rows' positions in their request, and the tokens that they see. Read again where they are needed: held, they would
@@ -136,7 +131,7 @@ extend_kernel(ExtendParams p) {
   const int wave_last = positions.of(wave_row + Shape::kColumns - 1);
   const int block_from = positions.first_seen(positions.of(block_row));
   const int block_to = positions.of(block_row + Shape::kRows - 1) + 1;
-  const int first_slot = block_from / Shape::kSlotTokens, end_slot = (block_to + Shape::kSlotTokens - 1) / Shape::kSlotTokens;
+  const int first_slot = block_from / Shape::Slot::kTokens, end_slot = (block_to + Shape::Slot::kTokens - 1) / Shape::Slot::kTokens;
 
   typename Shape::Ring ring(shared_memory(), p.stages);
   ExtendSource<Config> source(a, request, first_slot, end_slot, block_from, a.seq_lens[request]);
@@ -156,24 +151,10 @@ extend_kernel(ExtendParams p) {
       a.element, a.scale_log2);
   const RangeMask<Attention> mask{positions, wave_row};
 
-  for (int i = first_slot; i < end_slot; i++) {
-    const uint8_t* k = ring.wait(source);
-    const uint8_t* v = nullptr;
-#pragma unroll 1
-    for (int t = 0; t < Shape::kTiles; t++) {
-      const int token = i * Shape::kSlotTokens + t * kTileTokens;
-      // A wave whose rows see nothing of the tile computes it too, all masked: to skip it would cost registers.
-      const bool masked = token < positions.first_seen(wave_last) || token + kTileTokens > wave_first + 1;
-      const Tile<typename Config::K> keys{k, t * kTileTokens};
-      float probabilities[Attention::kSlots][Attention::kTokens];
-      attention.scores(keys, token, masked, mask, a.softcap_log2, probabilities);
-      if (t == Shape::kTiles - 1) ring.release(source);
-      if (t == 0) v = ring.wait(source);
-      const Tile<typename Config::V> values{v, t * kTileTokens};
-      attention.values(values, token, masked, mask, probabilities);
-    }
-    ring.release(source);
-  }
+  // A wave whose rows see nothing of a tile computes it too, all masked: to skip it would cost registers.
+  const SeenByAll seen{positions.first_seen(wave_last), wave_first + 1};
+  for (int i = first_slot; i < end_slot; i++)
+    attend_slot<Config>(attention, ring, source, i * Shape::Slot::kTokens, seen, mask, a.softcap_log2);
 
   attention.finish();
 #pragma unroll
@@ -196,18 +177,12 @@ extend_kernel(ExtendParams p) {
 
 #ifndef QUANTKV_DEVICE_ONLY
 
-template <class Config>
-int extend_shared_bytes(int stages) {
-  using Shape = ExtendShape<Config>;
-  return ring_bytes(stages, Shape::kSlotBytes) * (kWave == 64 ? Shape::kTiles : 1);
-}
-
 // How many tiles a device's shared memory holds under way; 0: not even the fewest that are needed.
 template <class Config>
 int extend_stages(int device) {
   const DeviceLimits limits = device_limits(device);
   int stages = kMaxStages;
-  while (stages >= kMinStages && extend_shared_bytes<Config>(stages) > limits.shared_bytes) stages--;
+  while (stages >= kMinStages && ring_bytes<RingSlot<Config>>(stages) > limits.shared_bytes) stages--;
   return stages >= kMinStages ? stages : 0;
 }
 
@@ -219,7 +194,7 @@ const char* extend(const ExtendParams& p, int64_t tokens, Stream stream) {
   // A request's last tile may be short: at most one more tile each than all rows together fill.
   const int64_t tiles = tokens * p.attention.group / Shape::kRows + p.attention.requests;
   return launch(extend_kernel<Config>, dim3(static_cast<int>(tiles), p.attention.kv_heads), Shape::kThreads,
-                extend_shared_bytes<Config>(p.stages), stream, p);
+                ring_bytes<RingSlot<Config>>(p.stages), stream, p);
 }
 
 #endif

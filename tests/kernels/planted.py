@@ -37,7 +37,8 @@ WAVE64_V_LOAD = "const Bytes16 atom = load16(v.atom(16 * quarter(), 16 * f + ind
 V_SCALE = "load_scale<V>(v.scale(F::token(kBlock * block + i), 0))"
 K_SCALES = "{load_scale<K>(k.scale(token(2 * step), 0)), load_scale<K>(k.scale(token(2 * step + 1), 0))}"
 SWAPPED_K_SCALES = "{load_scale<K>(k.scale(token(2 * step + 1), 0)), load_scale<K>(k.scale(token(2 * step), 0))}"
-EXTEND_MASKED = "token < positions.first_seen(wave_last) || token + kTileTokens > wave_first + 1;"
+SEEN_BY_ALL = "position >= from && position + kTileTokens <= to;"
+NOT_BEFORE, NOT_AFTER = "position >= from;", "position + kTileTokens <= to;"
 RELEASE = "    Scope::sync();\n    copy(released_, source);"
 ARRIVED = "    Scope::sync();\n    load(source);\n    return slot;"
 SLOT_FREE = "    Scope::sync();\n    for (int i = 0; i < kPages; i++)\n      if (tile_.page[i])"
@@ -105,8 +106,8 @@ BUGS = [
     Bug(
         "tokens off by 16 where a worker begins",
         DECODE,
-        "+ i) * Shape::kSlotTokens;",
-        "+ i) * Shape::kSlotTokens + (first > 0 ? 16 : 0);",
+        "+ i) * Shape::Slot::kTokens, seen",
+        "+ i) * Shape::Slot::kTokens + (first > 0 ? 16 : 0), seen",
         INT8,
         MMA,
     ),
@@ -139,26 +140,26 @@ BUGS = [
     # Masks, poison, rows that are not finite.
     Bug(
         "no mask of the tail",
-        DECODE,
-        "token < all_from || token + kTileTokens > all_to;",
-        "token < all_from;",
+        ATTEND,
+        SEEN_BY_ALL,
+        NOT_BEFORE,
         INT8,
         MMA,
     ),
     Bug(
         "no mask before the window",
-        DECODE,
-        "token < all_from || token + kTileTokens > all_to;",
-        "token + kTileTokens > all_to;",
+        ATTEND,
+        SEEN_BY_ALL,
+        NOT_AFTER,
         INT8,
         MMA,
     ),
-    Bug("no causal mask", EXTEND, EXTEND_MASKED, "token < positions.first_seen(wave_last);", INT8, MMA, "extend"),
+    Bug("no causal mask", ATTEND, SEEN_BY_ALL, NOT_BEFORE, INT8, MMA, "extend"),
     Bug(
         "no mask before the window",
-        EXTEND,
-        EXTEND_MASKED,
-        "token + kTileTokens > wave_first + 1;",
+        ATTEND,
+        SEEN_BY_ALL,
+        NOT_AFTER,
         INT8,
         MFMA,
         "extend",

@@ -6,6 +6,7 @@
 #pragma once
 #include "quantkv/element.h"
 #include "quantkv/fragments.h"
+#include "quantkv/ring.h"
 
 namespace quantkv {
 
@@ -238,5 +239,31 @@ struct WaveAttention {
       }
   }
 };
+
+// Positions of the tokens that every row of a wave sees: a tile inside needs no mask.
+struct SeenByAll {
+  int from, to;
+  QUANTKV_DEVICE bool holds(int position) const { return position >= from && position + kTileTokens <= to; }
+};
+
+// Attends to the next ring slot, whose first token stands at `position`.
+template <class Config, class Attention, class Ring, class Source, class Mask>
+QUANTKV_DEVICE void attend_slot(Attention& attention, Ring& ring, Source& source, int position, SeenByAll seen,
+                                const Mask& mask, float softcap_log2) {
+  constexpr int kTiles = RingSlot<Config>::kTiles;
+  const uint8_t* k = ring.wait(source);
+  const uint8_t* v = nullptr;
+#pragma unroll 1
+  for (int tile = 0; tile < kTiles; tile++) {
+    const int token = position + tile * kTileTokens;
+    const bool masked = !seen.holds(token);
+    float probabilities[Attention::kSlots][Attention::kTokens];
+    attention.scores(Tile<typename Config::K>{k, tile * kTileTokens}, token, masked, mask, softcap_log2, probabilities);
+    if (tile == kTiles - 1) ring.release(source);
+    if (tile == 0) v = ring.wait(source);
+    attention.values(Tile<typename Config::V>{v, tile * kTileTokens}, token, masked, mask, probabilities);
+  }
+  ring.release(source);
+}
 
 }  // namespace quantkv

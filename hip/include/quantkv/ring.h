@@ -32,11 +32,16 @@ struct TileCopy {
 #ifdef QUANTKV_ASYNC_COPY
 
 // Bytes of shared memory of a ring; its slots come first, on 128-byte boundaries.
-QUANTKV_HOST_DEVICE constexpr int ring_bytes(int stages, int slot_bytes) { return (stages * (slot_bytes + 8) + 127) / 128 * 128; }
+template <class Slot>
+QUANTKV_HOST_DEVICE constexpr int ring_bytes(int stages) {
+  return (stages * (Slot::kBytes + static_cast<int>(sizeof(Barrier))) + 127) / 128 * 128;
+}
 constexpr int kMinStages = 2, kMaxStages = 4;
 
-template <class Scope, int kSlotBytes, int kPages, int kTilesPerSlot>
+template <class Scope, class Slot>
 class TileRing {
+  static constexpr int kSlotBytes = Slot::kBytes, kPages = Slot::kPages;
+
  public:
   QUANTKV_DEVICE TileRing(uint8_t* memory, int stages)
       : memory_(memory), barriers_(reinterpret_cast<Barrier*>(memory + stages * kSlotBytes)), stages_(stages) {
@@ -94,11 +99,16 @@ class TileRing {
 #else
 
 constexpr int kMinStages = 1, kMaxStages = 1;
-QUANTKV_HOST_DEVICE constexpr int ring_bytes(int, int slot_bytes) { return slot_bytes; }
-
 // A slot that holds two tiles of K is still being read when its V arrives: then there are two.
-template <class Scope, int kSlotBytes, int kPages, int kTilesPerSlot>
+template <class Slot>
+QUANTKV_HOST_DEVICE constexpr int ring_bytes(int) {
+  return Slot::kTiles * Slot::kBytes;
+}
+
+template <class Scope, class Slot>
 class TileRing {
+  static constexpr int kSlotBytes = Slot::kBytes, kPages = Slot::kPages;
+
  public:
   QUANTKV_DEVICE TileRing(uint8_t* memory, int) : memory_(memory) {}
   template <class Source>
@@ -107,7 +117,7 @@ class TileRing {
   }
   template <class Source>
   QUANTKV_DEVICE const uint8_t* wait(Source& source) {
-    uint8_t* slot = memory_ + (kTilesPerSlot > 1 ? (waits_++ & 1) * kSlotBytes : 0);
+    uint8_t* slot = memory_ + (Slot::kTiles > 1 ? (waits_++ & 1) * kSlotBytes : 0);
     Scope::sync();
     for (int i = 0; i < kPages; i++)
       if (tile_.page[i])

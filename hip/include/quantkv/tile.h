@@ -6,12 +6,14 @@ namespace quantkv {
 
 constexpr int kTileTokens = 64;
 
-// A ring slot: one page, or the two 32-token pages of a tile, one after another.
-template <class Block>
+// A ring slot: one page of K or of V, or the two 32-token pages of a tile, one after another.
+template <class Config>
 struct RingSlot {
-  static constexpr int kTokens = Block::kPageSize > kTileTokens ? Block::kPageSize : kTileTokens;
-  static constexpr int kPages = kTokens / Block::kPageSize;
-  static constexpr int kBytes = kPages * Block::kBytes;
+  static constexpr int kTokens = Config::kPageSize > kTileTokens ? Config::kPageSize : kTileTokens;
+  static constexpr int kPages = kTokens / Config::kPageSize;
+  static constexpr int kTiles = kTokens / kTileTokens;
+  static constexpr int kPageBytes = Config::K::kBytes > Config::V::kBytes ? Config::K::kBytes : Config::V::kBytes;
+  static constexpr int kBytes = kPages * kPageBytes;
 };
 
 // Addresses in shared memory; tokens count from the start of the tile.
