@@ -60,7 +60,7 @@ def cases(page_size: int) -> dict[str, Case]:
     return found
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # tests of one config follow one another, and all configs together take gigabytes
 def problems(config: Config) -> dict[str, Problem]:
     return {name: Problem(config, case, seed=i) for i, (name, case) in enumerate(cases(config.page_size).items())}
 

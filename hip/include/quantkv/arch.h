@@ -2,12 +2,13 @@
 //
 // One of three backends is included: arch/cuda.h, arch/hip.h (AMD and Hygon) or arch/emulated.h (the host, one
 // fiber per GPU thread). Each defines the same names in namespace quantkv:
-//   qualifiers    QUANTKV_DEVICE, QUANTKV_HOST_DEVICE, QUANTKV_KERNEL(threads, blocks_per_unit)
-//   identity      thread_index, block_index, block_index_y, num_blocks, block_size, shared_memory, kWave, kMap
+//   qualifiers    QUANTKV_DEVICE, QUANTKV_HOST_DEVICE, QUANTKV_GLOBAL, QUANTKV_KERNEL(threads, blocks_per_unit)
+//   identity      thread_index, block_index, block_index_y, block_size, shared_memory, kWave
 //   collectives   sync_block, sync_wave, shuffle, shuffle_xor, any, ballot
-//   arithmetic    exp2_approx, divide_approx, and IEEE divide, square_root, round_even; trailing_zeros
+//   arithmetic    exp2_approx, divide_approx, and IEEE divide, square_root, round_even; count_bits, trailing_zeros
 //   conversions   pack_bf16, pack_fp16, fp16_value
-//   launch        Stream, launch(kernel, grid, threads, shared_bytes, stream, params)
+//   copies        where QUANTKV_ASYNC_COPY is defined: Barrier, barrier_*, copy_begin, copy_piece, copy_end
+//   launch        Stream, DeviceLimits, launch, launch_early; allow_next_kernel, wait_for_previous_kernel
 // and the matrix unit's own instructions, which only the fragment header of its map calls.
 #pragma once
 #include <stdint.h>

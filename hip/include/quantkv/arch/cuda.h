@@ -17,7 +17,6 @@ QUANTKV_DEVICE int thread_index() { return threadIdx.x; }
 QUANTKV_DEVICE int block_size() { return blockDim.x; }
 QUANTKV_DEVICE int block_index() { return blockIdx.x; }
 QUANTKV_DEVICE int block_index_y() { return blockIdx.y; }
-QUANTKV_DEVICE int num_blocks() { return gridDim.x; }
 QUANTKV_DEVICE uint8_t* shared_memory() {
   extern __shared__ __align__(128) uint8_t quantkv_shared[];
   return quantkv_shared;

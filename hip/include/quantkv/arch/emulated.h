@@ -31,7 +31,6 @@ QUANTKV_DEVICE int thread_index() { return emulation::machine().current; }
 QUANTKV_DEVICE int block_size() { return emulation::machine().threads; }
 QUANTKV_DEVICE int block_index() { return emulation::machine().block_x; }
 QUANTKV_DEVICE int block_index_y() { return emulation::machine().block_y; }
-QUANTKV_DEVICE int num_blocks() { return emulation::machine().blocks_x; }
 QUANTKV_DEVICE uint8_t* shared_memory() { return emulation::machine().shared.data; }
 
 // Nothing to do once everyone is there.

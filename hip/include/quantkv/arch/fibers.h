@@ -94,7 +94,7 @@ struct Machine {
   std::vector<Fiber> fibers;
   Context scheduler;
   SharedMemory shared;
-  int threads = 0, wave = 0, current = 0, block_x = 0, block_y = 0, blocks_x = 0;
+  int threads = 0, wave = 0, current = 0, block_x = 0, block_y = 0;
   const std::function<void()>* kernel = nullptr;
   std::string error;
 };
@@ -180,19 +180,16 @@ inline const char* run(int blocks_x, int blocks_y, int threads, int wave, int sh
   m.fibers.resize(threads);
   m.threads = threads;
   m.wave = wave;
-  m.blocks_x = blocks_x;
   m.kernel = &kernel;
   m.error.clear();
-  for (m.block_y = 0; m.block_y < blocks_y; m.block_y++)
-    for (m.block_x = 0; m.block_x < blocks_x; m.block_x++) {
+  for (m.block_y = 0; m.block_y < blocks_y && m.error.empty(); m.block_y++)
+    for (m.block_x = 0; m.block_x < blocks_x && m.error.empty(); m.block_x++) {
       m.shared.reset(shared_bytes);
       run_block(m, order ? order : "forward", 1 + m.block_y * blocks_x + m.block_x);
-      if (!m.error.empty()) {
-        m.error += " (block " + std::to_string(m.block_x) + ", " + std::to_string(m.block_y) + ")";
-        return m.error.c_str();
-      }
+      if (!m.error.empty()) m.error += " (block " + std::to_string(m.block_x) + ", " + std::to_string(m.block_y) + ")";
     }
-  return nullptr;
+  m.fibers.clear();  // every module has a machine of its own, and their stacks add up
+  return m.error.empty() ? nullptr : m.error.c_str();
 }
 
 }  // namespace quantkv::emulation

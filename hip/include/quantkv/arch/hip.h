@@ -18,7 +18,6 @@ QUANTKV_DEVICE int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 QUANTKV_DEVICE int block_size() { return __builtin_amdgcn_workgroup_size_x(); }
 QUANTKV_DEVICE int block_index() { return __builtin_amdgcn_workgroup_id_x(); }
 QUANTKV_DEVICE int block_index_y() { return __builtin_amdgcn_workgroup_id_y(); }
-QUANTKV_DEVICE int num_blocks() { return __builtin_amdgcn_grid_size_x() / __builtin_amdgcn_workgroup_size_x(); }
 extern "C" __attribute__((device, shared, aligned(128))) uint8_t quantkv_shared[];
 QUANTKV_DEVICE uint8_t* shared_memory() { return quantkv_shared; }
 
