@@ -9,7 +9,7 @@
 
 namespace quantkv {
 
-// All arrays live in one int32 workspace.
+// All arrays live in one int32 workspace, whose size DecodeLayout.plan_ints in kernels/decode.py computes.
 struct DecodePlan {
   int* start;           // [requests + 1] position at which a request begins
   int* first_slot;      // [requests] ring slots before this one are behind every row's window
@@ -21,9 +21,6 @@ struct DecodePlan {
   int segments_per_request;
   int workers;
 
-  static constexpr int64_t ints(int requests, int segments_per_request, int workers) {
-    return 3 * int64_t{requests} + 2 + 2 * int64_t{workers} + 2 * int64_t{requests} * segments_per_request;
-  }
   QUANTKV_HOST_DEVICE static DecodePlan in(int* workspace, int requests, int segments_per_request, int workers) {
     DecodePlan p;
     p.start = workspace;
