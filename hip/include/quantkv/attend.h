@@ -228,15 +228,15 @@ struct WaveAttention {
         found |= marks_non_finite<V>(load4(v.scale(w % kWordsPerScale * kTokensPerWord, w / kWordsPerScale)));
     }
     if (!any(found)) return;
-#pragma unroll
-    for (int slot = 0; slot < kSlots; slot++)
-#pragma unroll
-      for (int i = 0; i < kTokens; i++) {
-        if (masked && !mask.visible(slot, position + F::token(i))) continue;
+    // Rare: small code matters here, not speed.
 #pragma unroll 1
-        for (int index = 0; index < V::kScales; index++)
-          if (!is_finite(load_scale<V>(v.scale(F::token(i), index)))) sum[slot] = as_float(kNanBits);
-      }
+    for (int i = 0; i < kTokens * V::kScales; i++) {
+      const int token = F::token(i % kTokens);
+      if (is_finite(load_scale<V>(v.scale(token, i / kTokens)))) continue;
+#pragma unroll
+      for (int slot = 0; slot < kSlots; slot++)
+        if (!masked || mask.visible(slot, position + token)) sum[slot] = as_float(kNanBits);
+    }
   }
 };
 
