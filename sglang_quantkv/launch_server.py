@@ -12,6 +12,7 @@ import sys
 
 from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import RECIPES, is_recipe
+from sglang_quantkv.settings import Settings
 
 DEFAULT_DTYPE = "int8"
 DEMO_TOKENS = "65536"
@@ -26,6 +27,9 @@ Serves a model over SGLang's HTTP and OpenAI APIs from a packed, quantized paged
   --kv-cache-dtype RECIPE  {", ".join(RECIPES)} (default {DEFAULT_DTYPE});
                            SGLang's own (auto, bf16, fp8_e4m3, ...) serve as stock SGLang does
   --page-size N            tokens per page: 32, 64 or 128 (default 64)
+  --quantkv-extend-from N  new tokens behind N and more cached ones attend to packed pages; behind fewer, these are
+                           dequantized first (default: what was measured to be faster on this kind of machine)
+  --quantkv-reference      plain torch in place of kernels, on any device: slow, to compare results with
   --help                   this text
   --help-all               every SGLang flag
 
@@ -56,6 +60,7 @@ def _serve(argv: list[str]) -> int:
     from sglang_quantkv.integration.resolution import refuse_cpu_engine
 
     check_version()
+    argv = _export_settings(argv)
     argv, dtype = _apply_defaults(argv)
     if is_recipe(dtype):
         refuse_cpu_engine(dtype)  # before SGLang is imported: without its CPU kernels that fails
@@ -85,6 +90,20 @@ def _serve(argv: list[str]) -> int:
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
     return 0
+
+
+def _export_settings(argv: list[str]) -> list[str]:
+    """Takes our own flags out of the arguments and hands them to all of SGLang's processes."""
+    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS, allow_abbrev=False)
+    parser.add_argument("--quantkv-reference", action="store_true")
+    parser.add_argument("--quantkv-extend-from", type=int, metavar="TOKENS")
+    given, rest = parser.parse_known_args(argv)
+    settings = Settings.from_environment()
+    extend_from = settings.extend_from if given.quantkv_extend_from is None else given.quantkv_extend_from
+    if extend_from is not None and extend_from < 0:
+        raise UnsupportedConfig(f"--quantkv-extend-from {extend_from}", "0 and up", "Leave it out")
+    Settings(settings.reference or given.quantkv_reference, extend_from, settings.target).export()
+    return rest
 
 
 def _apply_defaults(argv: list[str]) -> tuple[list[str], str]:

@@ -174,8 +174,8 @@ class PagedCache:
 # ---- store ------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalizes rows ``x [..., D]`` by their root mean square and multiplies by ``weight [D]``, in float32.
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """Normalizes rows ``x [..., D]`` by their root mean square and multiplies by ``weight [D] + offset``, in float32.
 
     The order of the sum of squares is fixed, so that every implementation gets the same bits: each 8 elements
     one after another, then neighbouring partial sums in pairs.
@@ -193,7 +193,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     # Division by a tensor: by a Python number torch may multiply with its reciprocal. The root by way of float64:
     # torch's float32 root on a CPU is not the IEEE one.
     root = (total / total.new_tensor(x.shape[-1]) + eps).double().sqrt().float()
-    return (values * (torch.ones_like(root) / root) * weight.float()).to(x.dtype)
+    return (values * (torch.ones_like(root) / root) * (weight.float() + offset)).to(x.dtype)
 
 
 def rotate(
@@ -229,8 +229,9 @@ def store(
     interleaved: bool = False,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
     eps: float = 1e-6,
-) -> torch.Tensor | None:
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Norm, rotary embedding, quantization and paged write of new tokens, each step only if its arguments are there.
 
     Args:
@@ -239,24 +240,23 @@ def store(
         k, v: ``[n, Hkv, D]``, bfloat16 or float16 (or float32).
         q: ``[n, Hq, D]``, of the same dtype.
         positions, cos_sin, interleaved: as for ``rotate``; applied to q and k.
-        q_weight, k_weight, eps: as for ``rms_norm``; applied before the rotary embedding.
+        q_weight, k_weight, weight_offset, eps: as for ``rms_norm``; applied before the rotary embedding.
 
     Returns:
-        q, normalized and rotated; None without q. Routes that take int8 queries take ``quantize(q, INT8)`` of it.
+        q and k of every token, normalized and rotated; None for q without q. Routes that take int8 queries take
+        ``quantize(q, INT8)`` of it.
     """
 
     def prepared(x, weight):
         if weight is not None:
-            x = rms_norm(x, weight, eps)
+            x = rms_norm(x, weight, eps, weight_offset)
         return x if cos_sin is None else rotate(x, positions, cos_sin, interleaved=interleaved)
 
+    q, k = None if q is None else prepared(q, q_weight), prepared(k, k_weight)
     written = slots >= 0
-    for records, block, x in (
-        (cache.k_records, cache.k_block, prepared(k, k_weight)),
-        (cache.v_records, cache.v_block, v),
-    ):
+    for records, block, x in ((cache.k_records, cache.k_block, k), (cache.v_records, cache.v_block, v)):
         write_rows(records, block, slots[written], encode(x[written], block.format))
-    return None if q is None else prepared(q, q_weight)
+    return q, k
 
 
 # ---- attention --------------------------------------------------------------------------------------

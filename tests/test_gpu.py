@@ -1,6 +1,8 @@
-"""What a GPU must show until it has kernels of its own: the torch routes write the same bytes there, and serve."""
+"""Servers on a GPU: by its kernels, inside graphs, and by the torch routes where they are asked for."""
 
 from __future__ import annotations
+
+import urllib.request
 
 import prompts
 import pytest
@@ -9,6 +11,7 @@ from test_routes import fill_requests, make_cache
 
 from sglang_quantkv.formats import RECIPES
 from sglang_quantkv.kernels import torch_routes
+from sglang_quantkv.kernels.targets import current_target
 from sglang_quantkv.reference import PagedCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -38,17 +41,54 @@ def test_pages_and_attention_are_the_cpus(recipe, head_dim):
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("recipe", ("int8", "mxfp4"))
-def test_the_demo_serves_on_the_gpu(serve, recipe):
-    server = serve(("--demo", "--kv-cache-dtype", recipe))
+@pytest.fixture
+def demo_server(serve):
+    """``demo_server(*flags)``: stopped after the test."""
+    started = []
+
+    def start(*flags: str):
+        started.append(serve(("--demo", *flags)))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def generate_and_hit(server) -> None:
     text = server.client.completions.create(model="demo", prompt=prompts.COUNTING[0], temperature=0, max_tokens=12)
     assert "18, 19, 20" in text.choices[0].text
     ids = list(range(1000, 1300))
     first, hit = server.generate(ids, 20), server.generate(ids, 20)
     assert hit["meta_info"]["cached_tokens"] >= 256 and hit["output_ids"][0] == first["output_ids"][0]
-    info = server.quantkv()
+
+
+def calls(info: dict, phase: str) -> dict[str, int]:
+    return {name: count for name, count in info["calls"].items() if name.startswith(phase)}
+
+
+@pytest.mark.parametrize("recipe", ("int8", "mxfp4"))
+def test_kernels_serve_and_say_so(demo_server, recipe):
+    server = demo_server("--kv-cache-dtype", recipe, "--enable-metrics")
+    generate_and_hit(server)
+    info, target = server.quantkv(), current_target().name
+    layers = info["pools"][0]["num_layers"]
     assert info["device"].startswith("cuda") and info["recipe"] == recipe and info["pools"][0]["dtype"] == "uint8"
-    assert info["calls"][f"extend_{recipe}_d64_p64_torch"] == info["pools"][0]["num_layers"]
-    assert info["declared"]["cuda_graph_config"].startswith("decode disabled, prefill disabled")
+    assert info["store_does_norm_and_rope"] == f"0-{layers - 1}" and not info["store_after_rope"]
+    assert info["fallbacks"] == {} and "cuda_graph_config" not in info["declared"]
+    assert set(calls(info, "store")) == {f"store_{recipe}_d64_p64_{target}"}
+    # Every decode step is a graph's replay: its calls are those of all layers.
+    (decodes,) = calls(info, "decode").items()
+    assert decodes[0] == f"decode_{recipe}_d64_p64_{target}" and decodes[1] >= 50 * layers and decodes[1] % layers == 0
+    assert sum(calls(info, "extend").values()) == layers
+    metrics = urllib.request.urlopen(server.url + "/metrics").read().decode()
+    assert f'kernel="{decodes[0]}"' in metrics and "quantkv_fallback_total" in metrics
     print(server.log.read_text().split("sglang_quantkv: ")[1][:1500])
-    server.stop()
+
+
+def test_the_torch_routes_serve_where_they_are_asked_for(demo_server):
+    server = demo_server("--quantkv-reference")
+    generate_and_hit(server)
+    info = server.quantkv()
+    assert info["fallbacks"]["--quantkv-reference"] == sum(info["calls"].values()) > 0
+    assert info["declared"]["cuda_graph_config"].startswith("decode disabled, prefill disabled")

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from sglang_quantkv.errors import UnsupportedConfig
-from sglang_quantkv.launch_server import _apply_defaults
+from sglang_quantkv.launch_server import _apply_defaults, _export_settings
+from sglang_quantkv.settings import Settings
 
 CHILD = """
 import contextlib, json, os, sys, tempfile
@@ -90,6 +91,27 @@ def test_defaults_yield_to_arguments_in_any_form_and_to_a_config_file(tmp_path):
         _apply_defaults(["--config", str(tmp_path / "missing.yaml")])
 
 
+def test_our_own_flags_go_to_the_environment(monkeypatch):
+    for name in ("REFERENCE", "EXTEND_FROM", "TARGET"):
+        monkeypatch.setenv(f"SGLANG_QUANTKV_{name}", "0")  # so that it is restored
+        monkeypatch.delenv(f"SGLANG_QUANTKV_{name}")
+    assert Settings.from_environment() == Settings()
+    rest = _export_settings(
+        ["--model-path", "m", "--quantkv-reference", "--quantkv-extend-from", "4096", "--port", "1"]
+    )
+    assert rest == ["--model-path", "m", "--port", "1"]
+    assert Settings.from_environment() == Settings(reference=True, extend_from=4096)
+    _export_settings(["--quantkv-extend-from=0"])
+    assert Settings.from_environment() == Settings(reference=True, extend_from=0)
+    with pytest.raises(UnsupportedConfig, match="--quantkv-extend-from -1"):
+        _export_settings(["--quantkv-extend-from", "-1"])
+    for name, value in (("REFERENCE", "yes"), ("EXTEND_FROM", "4k")):
+        monkeypatch.setenv(f"SGLANG_QUANTKV_{name}", value)
+        with pytest.raises(UnsupportedConfig, match=f"{name}={value}"):
+            Settings.from_environment()
+        monkeypatch.delenv(f"SGLANG_QUANTKV_{name}")
+
+
 @pytest.fixture
 def config_dir(demo_model, tmp_path):
     """``config_dir(**changes)``: a model folder without weights, the demo's config changed."""
@@ -142,6 +164,12 @@ def test_flags_without_a_packed_cache_are_refused_by_name(launch, demo_model, fl
 def test_a_head_dim_that_blocks_do_not_divide_is_refused(launch, config_dir):
     model = config_dir(head_dim=80)
     assert_refused(launch("--model-path", str(model), "--kv-cache-dtype", "mxfp4"), "head_dim 80", "64, 96, 128")
+
+
+def test_a_head_dim_without_kernels_is_refused_where_kernels_serve(launch, config_dir):
+    model = config_dir(head_dim=96)
+    result = launch("--model-path", str(model), env={"SGLANG_QUANTKV_TARGET": "emulated_mma"})
+    assert_refused(result, "head_dim 96", "emulated_mma", "64, 128, 256", "--quantkv-reference")
 
 
 def test_a_model_with_latent_attention_is_refused(launch, config_dir):

@@ -69,13 +69,15 @@ def test_store_is_its_parts(recipe):
     k_weight, positions, cos_sin = randn(64), torch.arange(5), randn(8, 32)
     slots = torch.tensor([33, -1, 90, 34, -7])
     options = {"positions": positions, "cos_sin": cos_sin}
-    q_out = ref.store(caches[0], slots, k, v, q, k_weight=k_weight, eps=1e-3, **options)
+    q_out, k_out = ref.store(caches[0], slots, k, v, q, k_weight=k_weight, eps=1e-3, **options)
     assert torch.equal(q_out, ref.rotate(q, positions, cos_sin))
 
     k = ref.rotate(ref.rms_norm(k, k_weight, 1e-3), positions, cos_sin)
+    assert torch.equal(k_out, k)
     kept = [0, 2, 3]
     ref.write_rows(caches[1].k_records, k_block, slots[kept], ref.encode(k[kept], recipe.k))
     ref.write_rows(caches[1].v_records, v_block, slots[kept], ref.encode(v[kept], recipe.v))
     assert torch.equal(caches[0].k_records, caches[1].k_records)
     assert torch.equal(caches[0].v_records, caches[1].v_records)
-    assert ref.store(caches[0], slots, k, v) is None
+    q_out, k_out = ref.store(caches[0], slots, k, v)
+    assert q_out is None and torch.equal(k_out, k)

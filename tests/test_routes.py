@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from sglang_quantkv import reference
+from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import RECIPES, Operand
 from sglang_quantkv.kernels import routes, torch_routes
+from sglang_quantkv.kernels.hip_routes import HipRoutes
+from sglang_quantkv.kernels.targets import Target
 from sglang_quantkv.reference import PagedCache
 
 PAGES = 24
@@ -156,11 +159,51 @@ def test_a_non_finite_row_shows_in_the_queries_that_see_it_and_in_no_other(recip
 
 def test_calls_are_counted_by_descriptor():
     cache = make_cache(RECIPES["k8v4"], head_dim=64, v_head_dim=96)
-    desc = routes.describe("store", cache)
+    routes = torch_routes.TorchRoutes()
+    (desc,) = routes.describe("store", cache)
     assert str(desc) == "store_k8v4_d64v96_p32_torch"
-    before = routes.calls[desc]
     fill_requests(cache, [3, 5], store=routes.store)
-    assert routes.calls[desc] == before + 2
+    assert routes.calls == {desc: 2}
+
+
+def test_requests_without_a_cached_prefix_are_first_chunks():
+    routes = torch_routes.TorchRoutes()
+    assert routes.partition([5, 9, 4], [5, 2, 4], owns_kv=True) == {"first_chunk": [0, 2], "extend": [1]}
+    assert routes.partition([5, 9], [5, 2], owns_kv=False) == {"extend": [0, 1]}
+
+
+def test_short_prefixes_are_dequantized_while_there_is_room():
+    class Dense:
+        name, reads_prefix = "dense", True
+
+    routes = HipRoutes(Target("emulated_mma"), Dense(), 100)
+    routes._row_capacity = 200
+    lengths = ([90, 60, 120, 150, 101], [90, 10, 10, 100, 1])
+    # Request 2 has too long a prefix; request 3 would fit, but not after request 1; request 4 has 100 tokens cached.
+    assert routes.partition(*lengths, owns_kv=True) == {
+        "first_chunk": [0],
+        "extend": [2, 3, 4],
+        "dequantized": [1],
+    }
+
+
+def test_the_steps_before_a_store_are_the_references(recipe):
+    torch.manual_seed(5)
+    cache, expected = make_cache(recipe), make_cache(recipe)
+    q, k, v = (torch.randn(10, heads, 64).bfloat16() for heads in (6, 2, 2))
+    slots, positions = torch.arange(40, 50), torch.arange(200, 210)
+    angles = torch.arange(300)[:, None] / 100 ** (torch.arange(16) / 16)
+    steps = routes.NormRope(
+        torch.cat((angles.cos(), angles.sin()), -1), False, torch.rand(64).bfloat16(), torch.rand(64), 1.0
+    )
+    prepared_q, prepared_k = q.clone(), k.clone()
+    torch_routes.TorchRoutes().prepare_and_store(cache, slots, prepared_q, prepared_k, v, positions, steps, True)
+    got = reference.store(
+        expected, slots, k, v, q, positions=positions, cos_sin=steps.cos_sin, q_weight=steps.q_weight.float() + 1,
+        k_weight=steps.k_weight + 1,
+    )  # fmt: skip
+    assert torch.equal(prepared_q, got[0]) and torch.equal(prepared_k, got[1])
+    assert torch.equal(cache.k_records, expected.k_records) and torch.equal(cache.v_records, expected.v_records)
 
 
 def test_decode_allocates_nothing_that_grows_with_the_pool(recipe):
@@ -176,3 +219,22 @@ def test_decode_allocates_nothing_that_grows_with_the_pool(recipe):
             torch_routes.decode(q, cache, table, [100, 200], scale=0.125)
         allocated.append(sum(max(0, event.self_cpu_memory_usage) for event in profile.events()))
     assert allocated[0] == allocated[1] > 0
+
+
+def test_a_kernel_that_cannot_be_had_is_named(monkeypatch):
+    cache, routes = make_cache(RECIPES["int8"]), HipRoutes(Target("emulated_mma"), None, 0)
+    errors = {
+        UnsupportedConfig: UnsupportedConfig("no compiler", "a compiler", "Install one"),
+        RuntimeError: OSError("undefined symbol"),
+    }
+    for kind, error in errors.items():
+
+        def load(unit, target, error=error):
+            if unit.phase == "extend":
+                raise error
+
+        monkeypatch.setattr("sglang_quantkv.kernels.build.load", load)
+        with pytest.raises(kind, match="kernel extend_int8_d64_p32 for emulated_mma"):
+            routes.prepare([cache], torch.bfloat16, 128)
+    with pytest.raises(UnsupportedConfig, match="float32.*--dtype bfloat16"):
+        routes.prepare([cache], torch.float32, 128)

@@ -1,5 +1,5 @@
 // Stores new tokens in one launch: [norm of Q and K] + [rotary] + largest magnitude + quantize + paged write of K and
-// V, and of Q what attention asks for. reference.store says what must come out, byte for byte.
+// V, and of Q and K what attention asks for. reference.store says what must come out, byte for byte.
 //
 // A lane holds 8 elements of a row (one token, one head), so every reduction stays inside a wave. A block works on a
 // few heads of one of Q, K, V and on the tokens of one window of 16.
@@ -29,7 +29,7 @@ struct Rows {
 struct StoreParams {
   Rows q;                    // may be absent
   Rows k, v;
-  Rows q_out;                // Q after norm and rotary; may be absent, or q itself
+  Rows q_out, k_out;         // Q and K after norm and rotary; may be absent, or q and k themselves
   uint8_t* q_codes;          // int8 [tokens, q heads, D], or nullptr
   float* q_scales;           // [tokens, q heads], with q_codes
   uint8_t* k_records;        // [pages, kv heads, K::kBytes]
@@ -37,8 +37,9 @@ struct StoreParams {
   const int64_t* slots;      // [tokens]; a token with a negative slot is not written
   const int64_t* positions;  // [tokens], with cos_sin
   const float* cos_sin;      // [positions, rotary_dim]: cosines, then sines; nullptr: no rotary
-  const float* q_weight;     // [D], or nullptr: no norm
-  const float* k_weight;     // [D], or nullptr: no norm
+  const uint16_t* q_weight;  // [D], elements as of the rows, or nullptr: no norm
+  const uint16_t* k_weight;  // [D], or nullptr: no norm
+  float weight_offset;       // added to the weights
   float eps;
   int tokens;
   int rotary_dim;
@@ -69,15 +70,15 @@ QUANTKV_DEVICE void load_floats(const float* from, float (&x)[8]) {
 
 // The order of the sum is part of the result: 8 neighbours one after another, then pairs of lanes.
 template <Element kElement, int kHeadDim>
-QUANTKV_DEVICE Bytes16 rms_norm(const Bytes16& row, const float* weight, float eps, int column) {
+QUANTKV_DEVICE Bytes16 rms_norm(const Bytes16& row, const uint16_t* weight, float offset, float eps, int column) {
   float x[8], w[8];
   unpack<kElement>(row, x);
-  load_floats(weight + column, w);
+  unpack<kElement>(load16(weight + column), w);
   float sum = x[0] * x[0];
   for (int i = 1; i < 8; i++) sum += x[i] * x[i];
   for (int mask = 1; mask < kHeadDim / 8; mask *= 2) sum += shuffle_xor(sum, mask);
   const float factor = divide(1.0f, square_root(divide(sum, static_cast<float>(kHeadDim)) + eps));
-  for (int i = 0; i < 8; i++) x[i] = x[i] * factor * w[i];
+  for (int i = 0; i < 8; i++) x[i] = x[i] * factor * (w[i] + offset);
   return pack<kElement>(x);
 }
 
@@ -204,7 +205,8 @@ store_kernel(StoreParams p) {
   if (!is_q && !is_k) group -= p.kv_groups;
   const bool is_v = !is_q && !is_k;
   const Rows rows = is_q ? p.q : is_k ? p.k : p.v;
-  const float* weight = is_q ? p.q_weight : is_k ? p.k_weight : nullptr;
+  const Rows out = is_q ? p.q_out : is_k ? p.k_out : Rows{};
+  const uint16_t* weight = is_q ? p.q_weight : is_k ? p.k_weight : nullptr;
   const int first_head = group * p.heads_per_block;
 
   // Which tokens.
@@ -226,13 +228,13 @@ store_kernel(StoreParams p) {
     const int token = is_row ? pass + token_in_pass : pass;
 
     Bytes16 packed = load_row(rows, token, head, column);
-    if (weight) packed = rms_norm<kElement, kHeadDim>(packed, weight, p.eps, column);
+    if (weight) packed = rms_norm<kElement, kHeadDim>(packed, weight, p.weight_offset, p.eps, column);
     if (p.cos_sin && !is_v) packed = rotate<kElement>(packed, p, token, column);
+    if (out.data && is_row) store_row(out, token, head, column, packed);
     float x[8];
     unpack<kElement>(packed, x);
 
     if (is_q) {
-      if (p.q_out.data && is_row) store_row(p.q_out, token, head, column, packed);
       if (p.q_codes) {
         const auto codes = quantize<Format::kInt8, kHeadDim>(x);
         const int64_t index = static_cast<int64_t>(token) * p.q.heads + head;

@@ -6,92 +6,114 @@ pages, the current chunk included, whatever brought the prefix (an earlier chunk
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_quantkv.errors import refuse_first
+from sglang_quantkv.integration.call_point import take_over
+from sglang_quantkv.integration.implementation import routes_of
+from sglang_quantkv.integration.metadata import DecodeMetadata, ExtendMetadata, LayerKind, MetadataBuilder, Part, Tables
 from sglang_quantkv.integration.pool import is_sliding_window_layer, layer_cache
 from sglang_quantkv.integration.selection import recipe_of
-from sglang_quantkv.kernels import routes
 from sglang_quantkv.reference import PagedCache
-
-
-@dataclass
-class BatchMetadata:
-    """What every layer of one forward pass shares.
-
-    Attributes:
-        seq_lens: tokens of each request, the ones of this pass included.
-        q_lens: tokens of each request in this pass.
-        page_table: int ``[requests, max pages]`` page ids; ``swa_page_table`` those of the sliding-window
-            pool, or None where the model has no such pool.
-        swa_out_cache_loc: where this pass's tokens go in the sliding-window pool, or None.
-    """
-
-    seq_lens: list[int]
-    q_lens: list[int]
-    page_table: torch.Tensor
-    swa_page_table: torch.Tensor | None
-    swa_out_cache_loc: torch.Tensor | None
 
 
 class QuantKVAttnBackend(AttentionBackend):
     """Attention for models whose pool is ``QuantKVPool``, plain or inside SGLang's composite pools.
 
+    Attributes:
+        routes: what computes.
+        norm_ropes: by layer id, of the layers whose norm and rotary embedding the store does.
+        layer_ids: of all layers.
+
     Raises:
         UnsupportedConfig: when a layer of the model computes attention that the routes do not.
+        UnsupportedConfig, RuntimeError: when a kernel cannot be had.
     """
+
+    # A decode step reads lengths on the device alone.
+    needs_cpu_seq_lens = False
 
     def __init__(self, model_runner):
         super().__init__()
         assert recipe_of(model_runner) is not None, "built only for a runner whose cache is ours"
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
-        self.page_size = model_runner.page_size
         self.max_context_len = model_runner.model_config.context_len
-        self.forward_metadata: BatchMetadata | None = None
-        for module in model_runner.model.modules():
-            if isinstance(module, RadixAttention):
-                check_layer(module, self.token_to_kv_pool)
+        self.forward_metadata: DecodeMetadata | ExtendMetadata | None = None
 
-    def get_cuda_graph_seq_len_fill_value(self):
-        # What SGLang pads a batch's sequence lengths with: a padded row reads one token of the dummy page.
-        return 1
+        layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
+        for layer in layers:
+            check_layer(layer, self.token_to_kv_pool)
+        self.layer_ids = sorted(layer.layer_id for layer in layers)
+        self._kinds = {layer.layer_id: self._kind(layer) for layer in layers}
+        samples = {kind: layer_cache(self.token_to_kv_pool, layer) for layer, kind in self._kinds.items()}
+        self.routes = routes_of(model_runner.device)
+        self.routes.prepare(samples.values(), model_runner.dtype, _max_chunk_tokens(model_runner))
+        self.norm_ropes = take_over(model_runner.model, model_runner.dtype)
+        self._builder = MetadataBuilder(model_runner, self.routes, samples)
+
+        # Of captured decode steps, which take their metadata from the first rows of the same tables.
+        self._graph_tables: Tables | None = None
+        self._captured: dict[int, DecodeMetadata] = {}
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Device memory beside the pool that is held for good."""
+        return self.routes.workspace_nbytes + (self._graph_tables.nbytes if self._graph_tables else 0)
+
+    # ---- metadata --------------------------------------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch):
-        """Reads the batch's lengths and page ids, once per forward pass."""
+        self.routes.tally = self.routes.calls
         if forward_batch.forward_mode.is_idle():
-            return
-        seq_lens = forward_batch.seq_lens.tolist()
-        if forward_batch.forward_mode.is_decode():
-            q_lens = [1] * len(seq_lens)
+            self.forward_metadata = None
+        elif forward_batch.forward_mode.is_decode():
+            self.forward_metadata = self._builder.decode(forward_batch)
         else:
-            q_lens = list(forward_batch.extend_seq_lens_cpu)
-        first_slots = self.req_to_token_pool.req_to_token[
-            forward_batch.req_pool_indices, : max(seq_lens, default=0) : self.page_size
-        ].long()
-        swa_page_table = swa_out_cache_loc = None
-        if isinstance(self.token_to_kv_pool, SWAKVPool):
-            translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
-            swa_page_table = translate(first_slots) // self.page_size
-            swa_out_cache_loc = translate(forward_batch.out_cache_loc)
-        self.forward_metadata = BatchMetadata(
-            seq_lens, q_lens, first_slots // self.page_size, swa_page_table, swa_out_cache_loc
-        )
+            self.forward_metadata = self._builder.extend(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int):
+        self._graph_tables = self._builder.allocate(max_bs)
+        # Sizes the scratch memory for the largest batch: it must not move once a graph has its address.
+        self._graph_tables.seq_lens.zero_()
+        self._builder.plan(self._graph_tables.seq_lens)
+
+    def get_cuda_graph_seq_len_fill_value(self):
+        # Rows that pad a batch have no tokens: they read nothing and get zeros.
+        return 0
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False):
+        """Of a decode step in a graph: which metadata it uses. The step itself fills it in."""
+        requests = forward_batch.batch_size
+        if in_capture:
+            self._captured[requests] = DecodeMetadata(self._graph_tables.first(requests), {})
+        else:
+            self.routes.calls.update(self._captured[requests].calls)
+        self.forward_metadata = self._captured[requests]
+
+    def init_forward_metadata_in_graph(self, forward_batch):
+        metadata = self.forward_metadata
+        self.routes.tally = metadata.calls = Counter()
+        self._builder.fill(metadata.tables, forward_batch.req_pool_indices, forward_batch.seq_lens)
+        metadata.plans = self._builder.plan(metadata.tables.seq_lens)
+        metadata.window_loc = self._builder.window_loc(forward_batch.out_cache_loc)
+
+    # ---- attention -------------------------------------------------------------------------------------
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """One query per request; shapes as ``forward_extend``."""
-        cache = self._write(k, v, layer, forward_batch, save_kv_cache)
-        q_heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = routes.decode(
-            cache, q_heads, self._page_table(layer), self.forward_metadata.seq_lens, **_params(layer, sinks)
-        )
-        return out.flatten(1).to(q.dtype)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        cache = self._write(q, k, v, layer, forward_batch, save_kv_cache, keeps_k=False)
+        metadata, kind = self.forward_metadata, self._kinds[layer.layer_id]
+        out = self.routes.decode(
+            cache, q, metadata.tables.pages_of(kind), metadata.tables.seq_lens, metadata.plans[kind],
+            **_params(layer, sinks),
+        )  # fmt: skip
+        return out.flatten(1)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """Attention of a ragged batch of chunks.
@@ -103,40 +125,56 @@ class QuantKVAttnBackend(AttentionBackend):
         Returns:
             ``[tokens, Hq * Dv]`` in q's dtype.
         """
-        cache = self._write(k, v, layer, forward_batch, save_kv_cache)
-        meta, params = self.forward_metadata, _params(layer, sinks)
-        parts = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).split(meta.q_lens)
-        cached = [n for n, (seq, own) in enumerate(zip(meta.seq_lens, meta.q_lens)) if k is None or seq > own]
-        fresh = sorted(set(range(len(parts))) - set(cached))
-        out: dict[int, torch.Tensor] = {}
-        if fresh:
-            lens = [meta.q_lens[n] for n in fresh]
-            chunks = (parts, k.split(meta.q_lens), v.split(meta.q_lens))
-            own_qkv = (torch.cat([chunk[n] for n in fresh]) for chunk in chunks)
-            result = routes.first_chunk(cache, *own_qkv, lens, **params)
-            out.update(zip(fresh, result.split(lens)))
-        if cached:
-            lens = [meta.q_lens[n] for n in cached]
-            queries = torch.cat([parts[n] for n in cached])
-            seq_lens = [meta.seq_lens[n] for n in cached]
-            result = routes.extend(cache, queries, self._page_table(layer)[cached], seq_lens, lens, **params)
-            out.update(zip(cached, result.split(lens)))
-        return torch.cat([out[n] for n in range(len(parts))]).flatten(1).to(q.dtype)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        parts = self.forward_metadata.parts_without_kv if k is None else self.forward_metadata.parts
+        keeps_k = any(part.route == "first_chunk" for part in parts)
+        cache = self._write(q, k, v, layer, forward_batch, save_kv_cache, keeps_k)
+        out = None
+        for part in parts:
+            own = (t if part.rows is None or t is None else t[part.rows] for t in (q, k, v))
+            result = self._attend(part, cache, *own, layer, sinks)
+            if part.rows is None:
+                return result.flatten(1)
+            out = result.new_empty(len(q), *result.shape[1:]) if out is None else out
+            out[part.rows] = result
+        return out.flatten(1)
 
     def support_triton(self):
         return False
 
-    def _write(self, k, v, layer, forward_batch, save_kv_cache) -> PagedCache:
-        """Writes the batch's K and V, and returns the layer's packed pages."""
-        if save_kv_cache and k is not None:
-            loc = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=self.forward_metadata.swa_out_cache_loc)
-            self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v)
-        return layer_cache(self.token_to_kv_pool, layer.layer_id)
+    def _attend(self, part: Part, cache: PagedCache, q, k, v, layer, sinks) -> torch.Tensor:
+        kind, params = self._kinds[layer.layer_id], _params(layer, sinks)
+        if part.route == "first_chunk":
+            return self.routes.first_chunk(cache, q, k, v, part.chunks, **params)
+        pages = part.tables.pages_of(kind)
+        if part.route == "extend":
+            return self.routes.extend(cache, q, pages, part.chunks, **params)
+        if kind not in part.plans:
+            part.plans[kind] = self.routes.plan_dequantized(part.chunks, kind.window_left)
+        return self.routes.dequantized(cache, q, pages, part.plans[kind], **params)
 
-    def _page_table(self, layer) -> torch.Tensor:
-        meta = self.forward_metadata
-        in_window_pool = is_sliding_window_layer(self.token_to_kv_pool, layer.layer_id)
-        return meta.swa_page_table if in_window_pool else meta.page_table
+    def _write(self, q, k, v, layer, forward_batch, save_kv_cache, keeps_k: bool) -> PagedCache:
+        """Writes the batch's K and V, and returns the layer's packed pages. Where the store also does the layer's norm
+        and rotary embedding, Q is changed in place, and K too if it ``keeps_k``."""
+        cache = layer_cache(self.token_to_kv_pool, layer.layer_id)
+        if k is None or not save_kv_cache:
+            return cache
+        in_window_pool = self._kinds[layer.layer_id].in_window_pool
+        slots = self.forward_metadata.window_loc if in_window_pool else forward_batch.out_cache_loc
+        slots = slots[: len(k)].long()  # the rows of a padded batch come first
+        if (norm_rope := self.norm_ropes.get(layer.layer_id)) is None:
+            self.routes.store(cache, slots, k, v)
+        else:
+            positions = forward_batch.positions[: len(k)]
+            self.routes.prepare_and_store(cache, slots, q, k, v, positions, norm_rope(), keeps_k)
+        return cache
+
+    def _kind(self, layer: RadixAttention) -> LayerKind:
+        return LayerKind(
+            is_sliding_window_layer(self.token_to_kv_pool, layer.layer_id),
+            layer.sliding_window_size,
+            layer.tp_q_head_num // layer.tp_k_head_num,
+        )
 
 
 def check_layer(layer: RadixAttention, pool) -> None:
@@ -169,3 +207,10 @@ def _params(layer: RadixAttention, sinks: torch.Tensor | None) -> dict:
         "softcap": layer.logit_cap,
         "sinks": sinks,
     }
+
+
+def _max_chunk_tokens(model_runner) -> int:
+    """New tokens of the largest batch of chunks."""
+    server_args = model_runner.server_args
+    chunk = server_args.chunked_prefill_size
+    return chunk if chunk and chunk > 0 else server_args.max_prefill_tokens

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import DTYPE_NAMES, is_recipe
-from sglang_quantkv.integration import planner, report
+from sglang_quantkv.integration import metrics, planner, report
 from sglang_quantkv.integration.hooks import Hook, missing_hooks, register_hooks
 from sglang_quantkv.integration.resolution import BACKEND_ALIAS, BACKEND_NAME, register_resolution
 from sglang_quantkv.integration.selection import STORE_DTYPE, recipe_of
@@ -190,4 +190,5 @@ HOOKS: tuple[Hook, ...] = (
     ),
     *planner.HOOKS,
     *report.HOOKS,
+    *metrics.HOOKS,
 )

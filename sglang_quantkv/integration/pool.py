@@ -20,7 +20,7 @@ from sglang.srt.utils.async_probe import maybe_detect_oob
 
 from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import HeadBlock, Operand, Recipe
-from sglang_quantkv.kernels import routes
+from sglang_quantkv.integration.implementation import routes_of
 from sglang_quantkv.reference import PagedCache, read_rows, write_rows
 
 
@@ -130,7 +130,7 @@ class QuantKVPool(MHATokenToKVPool):
         loc, _, _ = unwrap_write_loc(loc_info)
         maybe_detect_oob(loc, 0, self.size + self.page_size, "set_kv_buffer (quantkv)")
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
-        routes.store(self.paged_cache(layer_id), loc.long(), cache_k, cache_v)
+        routes_of(self.device).store(self.paged_cache(layer_id), loc.long(), cache_k, cache_v)
 
     def set_kv_buffer_prefix_valid(
         self,

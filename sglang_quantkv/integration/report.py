@@ -5,9 +5,16 @@ Every figure is read from the live pool's tensors and the route counters, not fr
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from sglang_quantkv.integration import metrics
 from sglang_quantkv.integration.hooks import Hook
 from sglang_quantkv.integration.resolution import REASONS, SOURCE
 from sglang_quantkv.integration.selection import recipe_of
+
+if TYPE_CHECKING:
+    from sglang_quantkv.integration.backend import QuantKVAttnBackend
+    from sglang_quantkv.kernels.routes import Routes
 
 
 def live_report(runner) -> dict:
@@ -16,26 +23,66 @@ def live_report(runner) -> dict:
     Bytes and tokens are this rank's. A composite pool has one entry in ``pools`` per part.
     """
     from sglang_quantkv.integration.pool import sub_pools
-    from sglang_quantkv.kernels import routes
+    from sglang_quantkv.kernels.routes import PHASES
 
-    pools = [_pool_report(name, pool) for name, pool in sub_pools(runner.token_to_kv_pool) if pool.layer_num]
-    kernels: dict[str, list[str]] = {}
-    for _, pool in sub_pools(runner.token_to_kv_pool):
-        for phase in routes.PHASES if pool.layer_num else ():
-            names = kernels.setdefault(phase, [])
-            if (name := str(routes.describe(phase, pool.paged_cache(pool.start_layer)))) not in names:
-                names.append(name)
+    backend = backend_of(runner)
+    caching = [(name, pool) for name, pool in sub_pools(runner.token_to_kv_pool) if pool.layer_num]
+    pools = [_pool_report(name, pool) for name, pool in caching]
+    kernels = {
+        phase: list(
+            dict.fromkeys(
+                str(desc)
+                for _, pool in caching
+                for desc in backend.routes.describe(phase, pool.paged_cache(pool.start_layer))
+            )
+        )
+        for phase in PHASES
+    }
     return {
         "recipe": recipe_of(runner).name,
         "page_size": runner.page_size,
         "device": str(runner.device),
         "max_total_num_tokens": int(runner.max_total_num_tokens),
         "pools": pools,
-        "pool_bytes": sum(pool["bytes"] for pool in pools),
+        "pool_bytes": pool_nbytes(runner),
+        "workspace_bytes": backend.workspace_nbytes,
         "kernels": kernels,
-        "calls": {str(desc): count for desc, count in sorted(routes.calls.items(), key=str)},
+        "store_does_norm_and_rope": _ranges(sorted(backend.norm_ropes)),
+        "store_after_rope": _ranges(sorted(set(backend.layer_ids) - set(backend.norm_ropes))),
+        "calls": {str(desc): count for desc, count in sorted(backend.routes.calls.items(), key=str)},
+        "fallbacks": fallbacks(backend.routes, runner.device),
         "declared": _declared(runner.server_args),
     }
+
+
+def backend_of(runner) -> QuantKVAttnBackend:
+    """Our attention backend in a runner, alone or beside that of linear layers."""
+    return getattr(runner.attn_backend, "full_attn_backend", runner.attn_backend)
+
+
+def pool_nbytes(runner) -> int:
+    """Of all packed pages of this rank."""
+    from sglang_quantkv.integration.pool import sub_pools
+
+    pools = [pool for _, pool in sub_pools(runner.token_to_kv_pool)]
+    return sum(t.numel() * t.element_size() for pool in pools for t in (*pool.k_buffer, *pool.v_buffer))
+
+
+def fallbacks(routes: Routes, device: str) -> dict[str, int]:
+    """Calls that a GPU served without its kernels, by reason: only ever because that was asked for."""
+    slow = sum(count for desc, count in routes.calls.items() if desc.implementation == "torch")
+    return {metrics.REFERENCE: slow} if slow and not str(device).startswith("cpu") else {}
+
+
+def _ranges(layers: list[int]) -> str:
+    """Ascending layer ids as text: "0-3, 5"."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][-1] + 1:
+            parts[-1][-1] = layer
+        else:
+            parts.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def _pool_report(name: str, pool) -> dict:
@@ -100,6 +147,12 @@ def startup_block(report: dict) -> str:
             ),
         ]
     lines += [f"  {phase}: {', '.join(names)}" for phase, names in report["kernels"].items()]
+    for text, layers in (
+        ("norm and rotary embedding inside the store", report["store_does_norm_and_rope"]),
+        ("stored after their own rotary embedding", report["store_after_rope"]),
+    ):
+        lines += [f"  layers {layers}: {text}"] if layers else []
+    lines += [f"  workspace {report['workspace_bytes'] / 2**20:,.1f} MiB"]
     lines += [f"  set by sglang_quantkv: {field} = {value}" for field, value in report["declared"].items()]
     return "\n".join(lines)
 
@@ -110,6 +163,8 @@ def _add_init_info(info: dict, scheduler):
     runner = scheduler.tp_worker.model_runner
     if recipe_of(runner) is None:
         return
+    backend_of(runner).routes.calls.clear()  # what warm-up and capture called
+    metrics.publish(runner)
     info["quantkv"] = live_report(runner)
     if get_parallel().tp_rank == 0:
         print(startup_block(info["quantkv"]), flush=True)

@@ -11,6 +11,7 @@ import os
 from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import DEFAULT_PAGE_SIZE, RECIPES, check_head_dim, check_page_size, is_recipe
 from sglang_quantkv.integration.planner import check_attention
+from sglang_quantkv.settings import Settings
 
 BACKEND_NAME = "quantkv"
 # Models that accept only backends from a list of SGLang's get ours behind a name on their list.
@@ -22,7 +23,7 @@ SOURCE = "sglang_quantkv"
 REASONS = {
     "page_size": "records are laid out by page",
     "attention_backend": "the one that reads packed pages",
-    "cuda_graph_config": "the torch routes read lengths on the host, which a captured graph cannot",
+    "cuda_graph_config": "--quantkv-reference reads lengths on the host, which a captured graph cannot",
 }
 
 
@@ -33,7 +34,7 @@ def register_resolution() -> None:
     # The first step after the model's path, device and format are known that runs for every server.
     register_resolution_hook("handle_pd_disaggregation")(_resolve)
     # Before memory is budgeted: graphs would reserve some.
-    register_resolution_hook("handle_cuda_graph_config")(_disable_graphs)
+    register_resolution_hook("handle_cuda_graph_config")(_resolve_graphs)
     # The last step that may still change a backend.
     register_resolution_hook("handle_model_capability_adjustments")(_verify)
 
@@ -69,7 +70,8 @@ def _resolve(server_args, previous) -> None:
         declare_resolution(server_args, SOURCE, attention_backend=BACKEND_ALIAS if insists else BACKEND_NAME)
 
 
-def _disable_graphs(server_args, previous) -> None:
+def _resolve_graphs(server_args, previous) -> None:
+    """Refuses graphs that our backend cannot be in, and all of them for the torch routes."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
@@ -79,9 +81,16 @@ def _disable_graphs(server_args, previous) -> None:
     if not is_recipe(cfg.kv_cache_dtype) or cfg.device == "cpu":
         return
     graphs = cfg.cuda_graph_config
-    for phase in (Phase.DECODE, Phase.PREFILL):
-        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
-    declare_resolution(server_args, SOURCE, cuda_graph_config=graphs)
+    if graphs.prefill.backend not in (Backend.BREAKABLE, Backend.DISABLED):
+        raise UnsupportedConfig(
+            f"prefill graphs of kind {graphs.prefill.backend!r} with --kv-cache-dtype {cfg.kv_cache_dtype}",
+            f"{Backend.BREAKABLE!r}, in which attention runs outside, and {Backend.DISABLED!r}",
+            "Leave the prefill part of --cuda-graph-config out",
+        )
+    if Settings.from_environment().reference:
+        for phase in (Phase.DECODE, Phase.PREFILL):
+            graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+        declare_resolution(server_args, SOURCE, cuda_graph_config=graphs)
 
 
 def _verify(server_args, previous) -> None:
@@ -179,8 +188,10 @@ def _check_model(server_args, cfg) -> str:
     model = model_config_of(server_args)
     architecture = (model.hf_config.architectures or ["a model without a named architecture"])[0]
     check_attention(architecture, model)
-    for head_dim in sorted({model.head_dim, model.v_head_dim, model.swa_head_dim, model.swa_v_head_dim}):
+    head_dims = sorted({model.head_dim, model.v_head_dim, model.swa_head_dim, model.swa_v_head_dim})
+    for head_dim in head_dims:
         check_head_dim(head_dim)
+    _check_kernels(cfg, architecture, head_dims)
     if cfg.device == "cpu" and mambaish_config(model) is not None:
         raise UnsupportedConfig(
             f"{architecture} on a CPU: SGLang's linear attention needs Triton",
@@ -188,3 +199,19 @@ def _check_model(server_args, cfg) -> str:
             "Serve this model on a GPU",
         )
     return architecture
+
+
+def _check_kernels(cfg, architecture: str, head_dims: list[int]) -> None:
+    """Refuses a device, head dim or dtype without kernels, before weights load."""
+    from sglang_quantkv.integration.implementation import target_of
+    from sglang_quantkv.kernels.build import HEAD_DIMS
+
+    target = target_of(cfg.device, Settings.from_environment())
+    if target is None:
+        return
+    if missing := [dim for dim in head_dims if dim not in HEAD_DIMS]:
+        raise UnsupportedConfig(
+            f"{architecture} has head_dim {missing[0]}, for which {target} has no kernels",
+            f"head_dim {', '.join(map(str, HEAD_DIMS))}",
+            "Serve it with --kv-cache-dtype auto, or slowly with --quantkv-reference",
+        )

@@ -34,7 +34,7 @@ from sglang_quantkv.kernels.toolchain import DEVICE_ONLY_FLAGS, find_device_comp
 if TYPE_CHECKING:
     import tvm_ffi
 
-PHASES = ("store", "decode", "extend", "slots")
+PHASES = ("store", "decode", "extend", "dequantize", "slots")
 HEAD_DIMS = (64, 128, 256)
 
 _PACKAGE = Path(__file__).parents[1]

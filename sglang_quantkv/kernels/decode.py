@@ -43,6 +43,10 @@ class DecodeLayout:
         """Partial results that a call may leave."""
         return self.workers + requests * kv_heads * self.row_blocks
 
+    def scratch_elements(self, requests: int, kv_heads: int, head_dim: int) -> int:
+        """float32 elements of a plan's partial results."""
+        return self.num_partials(requests, kv_heads) * self.rows * (head_dim + 2)
+
 
 @dataclass(frozen=True)
 class DecodePlan:
@@ -93,6 +97,7 @@ def plan(
     *,
     q_len: int = 1,
     window_left: int = -1,
+    scratch: Tensor | None = None,
     target: Target | None = None,
 ) -> DecodePlan:
     """Plans a forward pass, on the device: a captured graph plans again at every replay.
@@ -103,18 +108,24 @@ def plan(
         group: query heads per KV head.
         q_len: query tokens per request, 1 to 8.
         window_left: earlier tokens that a query sees; -1 for all.
+        scratch: float32, at least ``layout.scratch_elements``, for the partial results; allocated if left out.
 
     Raises:
-        UnsupportedConfig: as ``decode_layout``, or for seq_lens of another shape or dtype.
+        UnsupportedConfig: as ``decode_layout``, or for tensors of another shape or dtype.
     """
     layout = decode_layout(cache, group, q_len, target)
     unit, device = unit_of("decode", cache), cache.k_records.device
     check_tensor("seq_lens", seq_lens, (None,), (torch.int32,), device, packed=False)
     requests, kv_heads = len(seq_lens), cache.k_records.shape[1]
     workspace = torch.empty(layout.plan_ints(requests, kv_heads), dtype=torch.int32, device=device)
-    partials = layout.num_partials(requests, kv_heads)
-    partial_out = torch.empty(partials, layout.rows, unit.head_dim, dtype=torch.float32, device=device)
-    partial_state = torch.empty(partials, layout.rows, 2, dtype=torch.float32, device=device)
+    elements = layout.scratch_elements(requests, kv_heads, unit.head_dim)
+    if scratch is None:
+        scratch = torch.empty(elements, dtype=torch.float32, device=device)
+    check_tensor("scratch", scratch, (None,), (torch.float32,), device)
+    assert len(scratch) >= elements, "smaller than layout.scratch_elements"
+    rows = layout.num_partials(requests, kv_heads) * layout.rows
+    partial_out = scratch[: rows * unit.head_dim].view(-1, layout.rows, unit.head_dim)
+    partial_state = scratch[rows * unit.head_dim : elements].view(-1, layout.rows, 2)
     if requests:
         torch.ops.sglang_quantkv.decode_plan(
             workspace, seq_lens, q_len, window_left, kv_heads * layout.row_blocks, layout.workers,

@@ -1,30 +1,32 @@
-"""Which implementation runs each phase, and how often each one ran.
+"""What a server does with packed pages, phase by phase, and how often each kernel ran.
 
-A phase is one of ``store``, ``first_chunk``, ``extend``, ``decode``. Every call is counted under the
-descriptor of the kernel that ran, so that a server can prove what it served with.
+``Routes`` is what the attention backend and the pool call. ``torch_routes.TorchRoutes`` computes in plain torch on any
+device, ``hip_routes.HipRoutes`` with the kernels of ``hip/``. Every call is counted under the descriptor of the kernel
+that ran, so that a server can prove what it served with.
 """
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_quantkv.formats import RECIPES, HeadBlock
-from sglang_quantkv.kernels import torch_routes
 from sglang_quantkv.reference import PagedCache
 
 PHASES = ("store", "first_chunk", "extend", "decode")
 
-# Calls since start-up, by descriptor.
-calls: Counter[KernelDesc] = Counter()
-
 
 @dataclass(frozen=True)
 class KernelDesc:
-    """What a kernel is chosen by; its text is the log line, the metric label and the test id."""
+    """What ran a phase; its text is the log line, the metric label and the test id."""
 
     phase: str
     implementation: str
@@ -38,39 +40,132 @@ class KernelDesc:
         return f"{self.phase}_{self.recipe}_{dims}_p{self.page_size}_{self.implementation}"
 
 
-def describe(phase: str, cache: PagedCache) -> KernelDesc:
-    """The kernel that runs a phase on this cache."""
-    return _describe(phase, cache.k_block, cache.v_block)
-
-
 @functools.cache  # asked for at every call of every layer
-def _describe(phase: str, k: HeadBlock, v: HeadBlock) -> KernelDesc:
+def describe(phase: str, implementation: str, k: HeadBlock, v: HeadBlock) -> KernelDesc:
+    """The descriptor of what runs a phase on such records."""
     recipe = next(r.name for r in RECIPES.values() if (r.k, r.v) == (k.format, v.format))
-    return KernelDesc(phase, "torch", recipe, k.head_dim, v.head_dim, k.page_size)
+    return KernelDesc(phase, implementation, recipe, k.head_dim, v.head_dim, k.page_size)
 
 
-def store(cache: PagedCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Quantizes and writes K and V; see ``torch_routes.store``."""
-    calls[describe("store", cache)] += 1
-    torch_routes.store(cache, slots, k, v)
+@dataclass(frozen=True)
+class Chunks:
+    """The new tokens of some requests: the last ``q_lens[i]`` of each one's ``seq_lens[i]`` tokens.
 
-
-def first_chunk(cache: PagedCache, q, k, v, q_lens: list[int], **params) -> torch.Tensor:
-    """Attention of requests without a cached prefix, in high precision; see ``reference.first_chunk``.
-
-    ``cache`` is the layer's; it is described, not read.
+    Attributes:
+        seq_lens, q_lens: on the host.
+        device_seq_lens: int32 ``[requests]``.
+        query_starts: int32 ``[requests + 1]``: where each request's new tokens begin, and their number.
     """
-    calls[describe("first_chunk", cache)] += 1
-    return torch_routes.first_chunk(q, k, v, q_lens, **params)
+
+    seq_lens: list[int]
+    q_lens: list[int]
+    device_seq_lens: Tensor
+    query_starts: Tensor
+
+    @classmethod
+    def of(cls, seq_lens: list[int], q_lens: list[int], device: torch.device | str) -> Chunks:
+        """Copies the lengths to the device."""
+        starts = list(accumulate(q_lens, initial=0))
+        both = torch.tensor(seq_lens + starts, dtype=torch.int32, device=device)
+        return cls(seq_lens, q_lens, both[: len(seq_lens)], both[len(seq_lens) :])
 
 
-def extend(cache: PagedCache, q, page_table, seq_lens: list[int], q_lens: list[int], **params) -> torch.Tensor:
-    """Attention of requests' last tokens over packed pages; see ``reference.extend``."""
-    calls[describe("extend", cache)] += 1
-    return torch_routes.extend(q, cache, page_table, seq_lens, q_lens, **params)
+@dataclass(frozen=True)
+class NormRope:
+    """What a layer does to Q and K before attention, so that the store can do it: norm per head, rotary embedding.
+
+    Attributes:
+        cos_sin, interleaved: as for ``reference.rotate``.
+        q_weight, k_weight: ``[D]``, the norms' own parameters; None for a layer without norms.
+        weight_offset: added to the weights: 1 for Gemma's norms.
+        eps: of the norms.
+    """
+
+    cos_sin: Tensor
+    interleaved: bool
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    weight_offset: float = 0.0
+    eps: float = 1e-6
 
 
-def decode(cache: PagedCache, q, page_table, seq_lens: list[int], **params) -> torch.Tensor:
-    """Attention of one query per request over packed pages; see ``reference.decode``."""
-    calls[describe("decode", cache)] += 1
-    return torch_routes.decode(q, cache, page_table, seq_lens, **params)
+class Routes(ABC):
+    """The phases of a batch. ``params`` are ``scale``, ``window_left``, ``softcap`` and ``sinks`` as for
+    ``reference.attention``. Queries are ``[tokens, Hq, D]``, results ``[tokens, Hq, Dv]``.
+
+    Attributes:
+        calls: since start-up, by descriptor.
+        tally: where calls are counted right now: ``calls``, or those of a step that is captured in a graph, which count
+            when it is replayed.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[KernelDesc] = Counter()
+        self.tally = self.calls
+
+    @abstractmethod
+    def implementations(self, phase: str) -> tuple[str, ...]:
+        """Names of what may run a phase."""
+
+    def describe(self, phase: str, cache: PagedCache) -> list[KernelDesc]:
+        """What may run a phase on this cache."""
+        return [describe(phase, name, cache.k_block, cache.v_block) for name in self.implementations(phase)]
+
+    def count(self, phase: str, implementation: str, cache: PagedCache) -> None:
+        """Notes a call; every route does."""
+        self.tally[describe(phase, implementation, cache.k_block, cache.v_block)] += 1
+
+    def prepare(self, caches: Iterable[PagedCache], dtype: torch.dtype, max_chunk_tokens: int) -> None:
+        """Before the first call: gets ready for layers with such caches, whose Q, K and V have this dtype, and for
+        batches of up to so many new tokens."""
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Device memory beside the pool that the routes hold on to."""
+        return 0
+
+    @abstractmethod
+    def store(self, cache: PagedCache, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Quantizes K ``[n, Hkv, D]`` and V ``[n, Hkv, Dv]`` and writes them into ``slots``, int64 ``[n]``."""
+
+    @abstractmethod
+    def prepare_and_store(
+        self,
+        cache: PagedCache,
+        slots: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        norm_rope: NormRope,
+        keeps_k: bool,
+    ) -> None:
+        """Norms and rotates Q and K, then does as ``store``. Q is changed in place, K too if ``keeps_k``."""
+
+    @abstractmethod
+    def plan_decode(self, cache: PagedCache, seq_lens: Tensor, group: int, window_left: int) -> Any:
+        """What the layers of such a cache share in one decode step; ``seq_lens`` is int32 ``[requests]``."""
+
+    @abstractmethod
+    def decode(self, cache: PagedCache, q: Tensor, page_table: Tensor, seq_lens: Tensor, plan: Any, **params) -> Tensor:
+        """One query per request over packed pages. ``page_table`` is int32 ``[requests, max_pages]``. A request of
+        length 0 gets zeros."""
+
+    def partition(self, seq_lens: list[int], q_lens: list[int], owns_kv: bool) -> dict[str, list[int]]:
+        """Which requests of a batch of chunks go which way: their indices, ascending, by the name of a method.
+
+        Args:
+            owns_kv: whether the layer has K and V of its own; one that reads another layer's finds all in pages.
+        """
+        cached = [n for n, (seq, own) in enumerate(zip(seq_lens, q_lens)) if seq > own or not owns_kv]
+        fresh = sorted(set(range(len(seq_lens))) - set(cached))
+        return {phase: requests for phase, requests in (("first_chunk", fresh), ("extend", cached)) if requests}
+
+    @abstractmethod
+    def first_chunk(self, cache: PagedCache, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, **params) -> Tensor:
+        """Requests without a cached prefix attend to their own unquantized K and V, in high precision. The cache is
+        described, not read."""
+
+    @abstractmethod
+    def extend(self, cache: PagedCache, q: Tensor, page_table: Tensor, chunks: Chunks, **params) -> Tensor:
+        """Requests' new tokens attend to packed pages; their own K and V are in them already."""

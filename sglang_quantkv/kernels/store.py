@@ -26,8 +26,10 @@ def store(
     interleaved: bool = False,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
+    weight_offset: float = 0.0,
     eps: float = 1e-6,
     q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
     q_codes: Tensor | None = None,
     q_scales: Tensor | None = None,
     target: Target | None = None,
@@ -42,8 +44,10 @@ def store(
         positions: int64 ``[n]``; with ``cos_sin``.
         cos_sin: float32 ``[max_position, rotary_dim]``: cosines, then sines; ``rotary_dim`` a multiple of 16, up to D.
         interleaved: rotary pairs are neighbours (GPT-J) instead of half a rotary_dim apart (NeoX).
-        q_weight, k_weight: float32 ``[D]``: normalizes q (or k) before the rotary embedding.
-        q_out: as q, written in place: q normalized and rotated. It may be q itself.
+        q_weight, k_weight: ``[D]``, as k: normalizes q (or k) before the rotary embedding.
+        weight_offset: added to the weights in float32: 1 for Gemma's norms.
+        q_out, k_out: as q and as k, written in place: q and k normalized and rotated, of every token, whatever its
+            slot. They may be q and k themselves.
         q_codes, q_scales: int8 ``[n, Hq, D]`` and float32 ``[n, Hq]``, written in place: what ``q_out`` would be, as int8.
         target: whose kernels run; this machine's if left out.
 
@@ -61,9 +65,11 @@ def store(
     if q is not None:
         check_tensor("q", q, (tokens, None, head_dim), (k.dtype,), device, packed=False)
     _check_query_outputs(q, q_weight, q_out, q_codes, q_scales)
+    if k_out is not None:
+        check_tensor("k_out", k_out, tuple(k.shape), (k.dtype,), device, packed=False)
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
-            check_tensor(name, weight, (head_dim,), (torch.float32,), device)
+            check_tensor(name, weight, (head_dim,), (k.dtype,), device)
     name = find_device_target(device, target).name
     if not tokens:
         return
@@ -79,8 +85,10 @@ def store(
         interleaved,
         q_weight,
         k_weight,
+        weight_offset,
         eps,
         q_out,
+        k_out,
         q_codes,
         q_scales,
         unit.recipe,
@@ -128,7 +136,7 @@ def _check_query_outputs(q, q_weight, q_out, q_codes, q_scales) -> None:
 
 
 @torch.library.custom_op(
-    "sglang_quantkv::store", mutates_args=("k_records", "v_records", "q_out", "q_codes", "q_scales")
+    "sglang_quantkv::store", mutates_args=("k_records", "v_records", "q_out", "k_out", "q_codes", "q_scales")
 )
 def _store(
     k_records: Tensor,
@@ -142,8 +150,10 @@ def _store(
     interleaved: bool,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
+    weight_offset: float,
     eps: float,
     q_out: Tensor | None,
+    k_out: Tensor | None,
     q_codes: Tensor | None,
     q_scales: Tensor | None,
     recipe: str,
@@ -163,8 +173,10 @@ def _store(
         interleaved,
         q_weight,
         k_weight,
+        weight_offset,
         eps,
         q_out,
+        k_out,
         q_codes,
         q_scales,
     )

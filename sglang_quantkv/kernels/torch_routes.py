@@ -11,12 +11,56 @@ from functools import cache
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_quantkv import formats
+from sglang_quantkv import formats, reference
 from sglang_quantkv.formats import Format, HeadBlock, int8_k_row
+from sglang_quantkv.kernels.routes import Chunks, NormRope, Routes
 from sglang_quantkv.reference import PagedCache
 
 # Query rows whose scores are held at a time: bounds the memory of a long chunk over a long prefix.
 _QUERY_BLOCK = 256
+
+
+class TorchRoutes(Routes):
+    """The functions below, as a server calls them."""
+
+    def implementations(self, phase):
+        return ("torch",)
+
+    def store(self, cache, slots, k, v):
+        self.count("store", "torch", cache)
+        store(cache, slots, k, v)
+
+    def prepare_and_store(self, cache, slots, q, k, v, positions, norm_rope: NormRope, keeps_k):
+        def prepare(x, weight):
+            if weight is not None:
+                x = reference.rms_norm(x, weight, norm_rope.eps, norm_rope.weight_offset)
+            return reference.rotate(x, positions, norm_rope.cos_sin, interleaved=norm_rope.interleaved)
+
+        q.copy_(prepare(q, norm_rope.q_weight))
+        prepared = prepare(k, norm_rope.k_weight)
+        if keeps_k:
+            k.copy_(prepared)
+        self.store(cache, slots, prepared, v)
+
+    def plan_decode(self, cache, seq_lens, group, window_left) -> list[int]:
+        return seq_lens.tolist()
+
+    def decode(self, cache, q, page_table, seq_lens, plan: list[int], **params):
+        self.count("decode", "torch", cache)
+        # Padding: a request of length 0 attends to nothing.
+        real = [i for i, length in enumerate(plan) if length]
+        out = q.new_zeros(*q.shape[:-1], cache.v_block.head_dim)
+        if real:
+            out[real] = decode(q[real], cache, page_table[real], [plan[i] for i in real], **params).to(q.dtype)
+        return out
+
+    def first_chunk(self, cache, q, k, v, chunks: Chunks, **params):
+        self.count("first_chunk", "torch", cache)
+        return first_chunk(q, k, v, chunks.q_lens, **params).to(q.dtype)
+
+    def extend(self, cache, q, page_table, chunks: Chunks, **params):
+        self.count("extend", "torch", cache)
+        return extend(q, cache, page_table, chunks.seq_lens, chunks.q_lens, **params).to(q.dtype)
 
 
 def store(cache: PagedCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -101,6 +101,7 @@ class Case:
     options: dict
     wants_q_out: bool
     wants_q_codes: bool
+    k_out: str | None = None  # "apart", or "in place"
 
 
 def rows_of_tokens(n: int, heads: int, head_dim: int, dtype: torch.dtype, layout: int, seed: int) -> torch.Tensor:
@@ -125,8 +126,9 @@ def rows_of_tokens(n: int, heads: int, head_dim: int, dtype: torch.dtype, layout
 
 
 @functools.cache
-def cases(config: Config) -> list[tuple[str, Case, PagedCache, torch.Tensor | None]]:
-    """Calls with every token count and slot pattern, options drawn at random, and what the reference makes of them."""
+def cases(config: Config) -> list[tuple[str, Case, PagedCache, tuple[torch.Tensor | None, torch.Tensor]]]:
+    """Calls with every token count and slot pattern, options drawn at random, and what the reference makes of them:
+    the cache, and q and k normalized and rotated."""
     head_dim, found = config.head_dim, []
     for n in COUNTS:
         for pattern, slots in slot_patterns(n, config.page_size).items():
@@ -149,20 +151,19 @@ def cases(config: Config) -> list[tuple[str, Case, PagedCache, torch.Tensor | No
             q = q if wants_q_out or wants_q_codes else None
             for weight in ("q_weight", "k_weight"):
                 if draw.random() < 0.5 and (q is not None or weight == "k_weight"):
-                    options[weight] = torch.rand(head_dim, generator=generator(seed + len(options))) + 0.5
-                    options["eps"] = 1e-5
-            case = Case(torch.tensor(slots), k, v, q, options, wants_q_out, wants_q_codes)
+                    options[weight] = (torch.rand(head_dim, generator=generator(seed + len(options))) + 0.5).to(dtype)
+                    options |= {"eps": 1e-5, "weight_offset": draw.choice((0.0, 1.0))}
+            k_out = draw.choice((None, "apart", "in place"))
+            case = Case(torch.tensor(slots), k, v, q, options, wants_q_out, wants_q_codes, k_out)
             expected = config.cache()
-            q_out = ref.store(expected, case.slots, k, v, q, **options)
+            prepared = ref.store(expected, case.slots, k, v, q, **options)
             drawn = {option: value.shape if torch.is_tensor(value) else value for option, value in options.items()}
-            found.append((f"{name}, {dtype}, {drawn}", case, expected, q_out))
+            found.append((f"{name}, {dtype}, {drawn}, k_out {k_out}", case, expected, prepared))
     return found
 
 
 def on(device: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on a device, with its strides and its place relative to 16 bytes."""
-    if device == "cpu":
-        return tensor
+    """A copy of the tensor on a device, with its strides and its place relative to 16 bytes."""
     offset = tensor.storage_offset() % 8
     length = offset + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return (
@@ -173,19 +174,21 @@ def on(device: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(cache: PagedCache, machine: Machine, case: Case) -> dict[str, torch.Tensor]:
-    """Calls store on the machine; returns what it wrote of q."""
+    """Calls store on the machine; returns what it wrote of q and k."""
     move = functools.partial(on, machine.device)
     options = {name: move(value) if torch.is_tensor(value) else value for name, value in case.options.items()}
-    outputs = {}
+    k, outputs = move(case.k), {}
+    if case.k_out:
+        outputs["k_out"] = k if case.k_out == "in place" else move(case.k).fill_(torch.nan)
     if case.q is not None:
         shape = case.q.shape
         if case.wants_q_out:
-            outputs["q_out"] = torch.zeros_like(move(case.q))
+            outputs["q_out"] = move(case.q).fill_(torch.nan)
         if case.wants_q_codes:
             outputs["q_codes"] = torch.zeros(shape, dtype=torch.int8, device=machine.device)
             outputs["q_scales"] = torch.zeros(shape[:2], device=machine.device)
         options["q"] = move(case.q)
-    store(cache, move(case.slots), move(case.k), move(case.v), target=machine.target, **options, **outputs)
+    store(cache, move(case.slots), k, move(case.v), target=machine.target, **options, **outputs)
     return {name: tensor.cpu() for name, tensor in outputs.items()}
 
 
@@ -202,10 +205,12 @@ def agree(cache: PagedCache, expected: PagedCache) -> bool:
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_bytes_are_the_references(config, machine, order):
-    for name, case, expected, q_out in cases(config):
+    for name, case, expected, (q_out, k_out) in cases(config):
         cache = config.cache(machine.device)
         outputs = run(cache, machine, case)
         assert agree(cache, expected), name
+        if "k_out" in outputs:
+            assert same_bits(outputs["k_out"], k_out), name
         if "q_out" in outputs:
             assert same_bits(outputs["q_out"], q_out), name
         if "q_codes" in outputs:
@@ -244,13 +249,31 @@ def test_padding_writes_the_dummy_page_alone(config, machine):
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 @pytest.mark.parametrize("config", [ONE], ids=str)
-def test_q_in_place(config, machine):
-    _, case, _, q_out = next(c for c in cases(config) if c[1].wants_q_out and "cos_sin" in c[1].options)
-    q = on(machine.device, case.q.clone())
-    options = {n: on(machine.device, t) if torch.is_tensor(t) else t for n, t in case.options.items()}
-    slots, k, v = (on(machine.device, t) for t in (case.slots, case.k, case.v))
-    store(config.cache(machine.device), slots, k, v, q, q_out=q, target=machine.target, **options)
-    assert same_bits(q.cpu(), q_out)
+@pytest.mark.parametrize("norms", (False, True))
+@pytest.mark.parametrize("rotates", (False, True))
+def test_q_and_k_in_place_in_one_projection(config, machine, norms, rotates):
+    """As a model calls it: q, k and v are parts of one tensor, in which nothing else may change. A token without a
+    slot is prepared too."""
+    head_dim, sizes = config.head_dim, [heads * config.head_dim for heads in (Q_HEADS, 2, 2)]
+    slots = torch.arange(35) + config.page_size + 3
+    slots[[0, 17, 34]] = -1
+    options = {}
+    if norms:
+        weight = (torch.rand(head_dim, generator=generator(5)) + 0.5).bfloat16()
+        options = {"q_weight": weight, "k_weight": weight.flip(0)}
+    if rotates:
+        angles = torch.rand(MAX_POSITION, head_dim // 2, generator=generator(6)) * 6.3
+        options |= {"cos_sin": torch.cat((angles.cos(), angles.sin()), dim=-1), "positions": torch.arange(35)}
+    qkv = rows_of_tokens(35, Q_HEADS + 4, head_dim, torch.bfloat16, 0, 7).flatten(1)
+    expected, cache = config.cache(), config.cache(machine.device)
+    q, k, v = (part.unflatten(1, (-1, head_dim)) for part in qkv.split(sizes, dim=1))
+    prepared = torch.cat((*ref.store(expected, slots, k, v, q, **options), v), dim=1).flatten(1)
+
+    qkv, slots = qkv.to(machine.device), slots.to(machine.device)
+    options = {name: tensor.to(machine.device) for name, tensor in options.items()}
+    q, k, v = (part.unflatten(1, (-1, head_dim)) for part in qkv.split(sizes, dim=1))
+    store(cache, slots, k, v, q, q_out=q, k_out=k, target=machine.target, **options)
+    assert agree(cache, expected) and same_bits(qkv.cpu(), prepared)
 
 
 @pytest.fixture(scope="module", params=("sync_block();", "sync_wave();"))
@@ -294,8 +317,9 @@ def arguments(**changes) -> dict:
         "q": q,
         "positions": torch.arange(4),
         "cos_sin": torch.zeros(8, 64),
-        "q_weight": torch.ones(128),
+        "q_weight": torch.ones(128, dtype=torch.bfloat16),
         "q_out": torch.zeros_like(q),
+        "k_out": torch.zeros_like(kv),
         "q_codes": torch.zeros_like(q, dtype=torch.int8),
         "q_scales": torch.zeros(4, Q_HEADS),
         "target": ON_EMULATION.target,
@@ -313,12 +337,15 @@ def arguments(**changes) -> dict:
         ({"v": torch.zeros(4, 3, 128, dtype=torch.bfloat16)}, "v is bfloat16 .4, 3, 128."),
         ({"k": torch.zeros(4, 128, 2, dtype=torch.bfloat16).transpose(1, 2)}, "with 1 as the last"),
         ({"q": torch.zeros(4, 6, 64, dtype=torch.bfloat16)}, "q is bfloat16 .4, 6, 64.* Supported: .*.4, any, 128."),
+        ({"k_out": torch.zeros(4, 2, 128, dtype=torch.float16)}, "k_out is float16 .* Supported: bfloat16 .4, 2, 128."),
+        ({"k_out": torch.zeros(3, 2, 128, dtype=torch.bfloat16)}, "k_out is bfloat16 .3, 2, 128."),
+        ({"k_out": torch.zeros(4, 128, 2, dtype=torch.bfloat16).transpose(1, 2)}, "k_out .*with 1 as the last"),
         ({"positions": None}, "cos_sin without positions"),
         ({"cos_sin": None}, "positions without cos_sin"),
         ({"cos_sin": torch.zeros(8, 24)}, "rotary_dim 24. Supported: multiples of 16 up to head_dim 128"),
         ({"cos_sin": torch.zeros(8, 144)}, "rotary_dim 144"),
         ({"cos_sin": torch.zeros(8 * 64 + 1)[1:].view(8, 64)}, "cos_sin .*starts 4 bytes past 16"),
-        ({"q_weight": torch.ones(128, dtype=torch.bfloat16)}, "q_weight is bfloat16"),
+        ({"q_weight": torch.ones(128)}, "q_weight is float32 .* Supported: bfloat16 .128."),
         ({"q": None}, "q_weight, q_out, q_codes, q_scales without q"),
         ({"q_scales": None}, "only one of q_codes and q_scales"),
         ({"q_out": None, "q_codes": None, "q_scales": None}, "q with nothing to write"),
@@ -350,10 +377,22 @@ def test_nothing_to_store(monkeypatch):
 
 def test_as_a_torch_op():
     """Schema, aliasing and fake implementation are what torch.compile needs."""
-    given = arguments(interleaved=False, k_weight=None, eps=1e-6)
+    given = arguments(interleaved=False, k_weight=None, weight_offset=0.0, eps=1e-6)
     cache = given["cache"]
-    names = ("slots", "k", "v", "q", "positions", "cos_sin", "interleaved", "q_weight", "k_weight", "eps")
-    values = [given[name] for name in (*names, "q_out", "q_codes", "q_scales")]
+    names = (
+        "slots",
+        "k",
+        "v",
+        "q",
+        "positions",
+        "cos_sin",
+        "interleaved",
+        "q_weight",
+        "k_weight",
+        "weight_offset",
+        "eps",
+    )
+    values = [given[name] for name in (*names, "q_out", "k_out", "q_codes", "q_scales")]
     torch.library.opcheck(
         torch.ops.sglang_quantkv.store,
         (cache.k_records, cache.v_records, *values, ONE.recipe, ONE.page_size, given["target"].name),
