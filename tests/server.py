@@ -20,18 +20,21 @@ START_TIMEOUT = 400
 
 class Server:
     """``python -m sglang_quantkv.launch_server`` in its own process group. Constructing it starts it; it answers
-    after ``wait``."""
+    after ``wait``. Flags of the form ``NAME=value`` go to its environment."""
 
     def __init__(self, model: Path, flags: tuple[str, ...], log: Path):
         self.log = log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        command = [sys.executable, "-m", "sglang_quantkv.launch_server", "--port", self.url.rsplit(":", 1)[1], *flags]
+        variables = [flag for flag in flags if flag[0] != "-" and flag.split("=")[0].isupper()]
+        command = [sys.executable, "-m", "sglang_quantkv.launch_server", "--port", self.url.rsplit(":", 1)[1]]
+        command += [flag for flag in flags if flag not in variables]
         if "--demo" not in flags:
             command += ["--model-path", str(model), "--served-model-name", "demo"]
         # Admit requests as if they wanted one token: only so does a pool overflow and requests are retracted.
         environment = os.environ | {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
+        environment |= dict(variable.split("=") for variable in variables)
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -115,6 +115,11 @@ class Shadow:
                 assert torch.equal(buffer[layer], expected)
 
 
+def slot_buffers(pool, layer: int):
+    cache = pool.paged_cache(layer)
+    return (cache.k_records, cache.k_block), (cache.v_records, cache.v_block)
+
+
 def test_a_long_random_life_leaves_no_stale_or_foreign_byte(recipe):
     """Allocate, write, overwrite, evict, reuse, move, offload and restore, in random order."""
     rng = random.Random(recipe.name)
@@ -136,7 +141,7 @@ def test_a_long_random_life_leaves_no_stale_or_foreign_byte(recipe):
         for slot in request:
             del shadow.rows[slot]
             for layer in range(LAYERS):
-                for buffer, block in pool._slot_buffers(layer):
+                for buffer, block in slot_buffers(pool, layer):
                     buffer[slot // pool.page_size][:, block.row_offsets(slot % pool.page_size)] = POISON
         free.update(request)
 
@@ -158,7 +163,7 @@ def test_a_long_random_life_leaves_no_stale_or_foreign_byte(recipe):
             k, v = (torch.randn(loc.numel(), HEADS, DIM, generator=generator) for _ in range(2))
             for layer in range(LAYERS):
                 pool.set_kv_buffer_prefix_valid(Layer(layer), loc, torch.tensor(lens), k, v)
-                for buffer, block in pool._slot_buffers(layer):
+                for buffer, block in slot_buffers(pool, layer):
                     buffer[0][:, block.row_offsets(0)] = POISON  # the dummy slot, where the others went
                 kept = [3 * row + n for row, count in enumerate(lens) for n in range(count)]
                 shadow.set(loc.flatten()[kept].tolist(), layer, k[kept], v[kept])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -31,6 +32,11 @@ SMALL = {
 }
 BASELINE = ("--kv-cache-dtype", "auto", "--attention-backend", "torch_native", "--page-size", "64", *POOL)
 DEMO = ("--demo",)  # int8 in eight times as many pages
+# The kernels, on the emulation of a GPU's threads: half a second a token.
+EMULATED = (
+    *("SGLANG_QUANTKV_TARGET=emulated_mma", "--kv-cache-dtype", "int8", "--page-size", "32", "--enable-metrics"),
+    *("--chunked-prefill-size", "128", "--max-total-tokens", "1024"),
+)
 STARTED_FIRST = (*SMALL.values(), *SERVED.values())
 
 
@@ -54,7 +60,7 @@ def others(serve):
     """The servers of the last tests, started where the small ones are no longer needed."""
     for flags in SMALL.values():
         serve.start(flags).stop()
-    for flags in (BASELINE, DEMO):
+    for flags in (BASELINE, DEMO, EMULATED):
         serve.start(flags)
 
 
@@ -318,3 +324,49 @@ def test_the_demo_serves_and_its_larger_pool_costs_no_time(serve, others, measur
     ours, theirs = decode_seconds(demo, serve(SERVED["int8"]), context=512)
     measured(f"int8 decode step at 512 tokens: pool of 65,536 {ours * 1e3:.0f} ms, of 8,192 {theirs * 1e3:.0f} ms")
     assert ours <= 1.25 * theirs
+
+
+# ---- the kernels, emulated -----------------------------------------------------------------------------
+
+
+def test_kernels_serve_what_the_torch_routes_serve(serve, others, tokenizer):
+    """Store at the call point, decode and extend as a GPU would run them: the same greedy tokens, from chunks and from
+    a radix hit, and every call counted."""
+    emulated, torch_server = serve(EMULATED), serve(SERVED["int8"])
+    asked = prompts.counting_ids(tokenizer)[:3]
+    torch_server.flush_cache()
+    got = [result["output_ids"] for result in emulated.generate_together(asked, 6)]
+    assert got == [result["output_ids"] for result in torch_server.generate_together(asked, 6)]
+
+    emulated.flush_cache()
+    torch_server.flush_cache()
+    before = emulated.quantkv()["calls"]
+    prompt = prompts.long_counting_ids(tokenizer)[0] * 2
+    assert 128 < len(prompt) < 256
+    cold, hit = (emulated.generate(prompt, 4) for _ in range(2))
+    assert (cold["meta_info"]["cached_tokens"], hit["meta_info"]["cached_tokens"]) == (0, len(prompt) // 32 * 32)
+    assert cold["output_ids"] == hit["output_ids"] == torch_server.generate(prompt, 4)["output_ids"]
+    info = emulated.quantkv()
+    layers = info["pools"][0]["num_layers"]
+    calls = {name: count - before.get(name, 0) for name, count in info["calls"].items()}
+    assert calls["first_chunk_int8_d64_p32_torch"] == layers  # the first of two chunks
+    assert calls["extend_int8_d64_p32_emulated_mma"] == 2 * layers  # the second, and what the hit left over
+    assert calls["decode_int8_d64_p32_emulated_mma"] in (6 * layers, 8 * layers)
+    assert calls["store_int8_d64_p32_emulated_mma"] == sum(calls.values()) / 2
+    assert info["store_does_norm_and_rope"] == f"0-{layers - 1}" and not info["store_after_rope"]
+    assert info["fallbacks"] == {} and info["workspace_bytes"] > 0
+
+
+def test_prometheus_has_the_counters_of_the_kernels(serve, others):
+    emulated = serve(EMULATED)
+    emulated.generate(random_ids(5, seed=6), 2)
+    text = urllib.request.urlopen(emulated.url + "/metrics", timeout=60).read().decode()
+    series = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("quantkv_"))
+
+    def value(name: str, *labels: str) -> float:
+        (found,) = (v for k, v in series.items() if k.startswith(name + "{") and all(label in k for label in labels))
+        return float(found)
+
+    assert value("quantkv_route_calls_total", 'phase="decode"', 'kernel="decode_int8_d64_p32_emulated_mma"') > 0
+    assert value("quantkv_fallback_total", 'reason="--quantkv-reference"') == 0
+    assert value("quantkv_pool_bytes") == emulated.quantkv()["pool_bytes"]

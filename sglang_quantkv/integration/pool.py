@@ -21,7 +21,7 @@ from sglang.srt.utils.async_probe import maybe_detect_oob
 from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import HeadBlock, Operand, Recipe
 from sglang_quantkv.integration.implementation import routes_of
-from sglang_quantkv.reference import PagedCache, read_rows, write_rows
+from sglang_quantkv.reference import PagedCache
 
 
 @cache
@@ -151,42 +151,40 @@ class QuantKVPool(MHATokenToKVPool):
 
     # ---- single slots ------------------------------------------------------------------------------
 
-    def _slot_buffers(self, index: int):
-        return ((self.k_buffer[index], self.k_block), (self.v_buffer[index], self.v_block))
-
     def _init_kv_copy_and_warmup(self):
         # SGLang's tiled copy moves rows of a buffer, which are pages here; move_kv_cache does not use it.
         self._kv_copy_config = None
 
+    @property
+    def _caches(self) -> list[PagedCache]:
+        return [self.paged_cache(self.start_layer + index) for index in range(self.layer_num)]
+
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor):
         """Copies slots ``src_loc [n]`` to ``tgt_loc [n]`` in every layer, codes and scales; the sets may overlap."""
         src_loc, tgt_loc = src_loc.long(), tgt_loc.long()
-        for index in range(self.layer_num):
-            for records, block in self._slot_buffers(index):
-                write_rows(records, block, tgt_loc, read_rows(records, block, src_loc))
+        routes = routes_of(self.device)
+        for layer in self._caches:
+            routes.write_rows(layer, tgt_loc, *routes.read_rows(layer, src_loc))
 
     def get_cpu_copy(self, indices, mamba_indices=None, req_pool_index=None):
         """The rows of slots ``indices [n]``: per layer and chunk ``[K, V]``, uint8 ``[m, Hkv, row bytes]`` on the host.
         The slots may be restored into others, at any place in their pages."""
         current_platform.synchronize()
-        copies = []
-        for index in range(self.layer_num):
-            chunks = indices.long().split(self.cpu_offloading_chunk_size)
-            buffers = self._slot_buffers(index)
-            copies.append(
-                [[read_rows(r, b, chunk).to("cpu", non_blocking=True) for r, b in buffers] for chunk in chunks]
-            )
+        routes, chunks = routes_of(self.device), indices.long().split(self.cpu_offloading_chunk_size)
+        copies = [
+            [[rows.to("cpu", non_blocking=True) for rows in routes.read_rows(layer, chunk)] for chunk in chunks]
+            for layer in self._caches
+        ]
         current_platform.synchronize()
         return copies
 
     def load_cpu_copy(self, kv_cache_cpu, indices, mamba_indices=None, req_pool_index=None):
         """Writes what ``get_cpu_copy`` returned into slots ``indices [n]``."""
         current_platform.synchronize()
-        for index in range(self.layer_num):
-            chunks = indices.long().split(self.cpu_offloading_chunk_size)
-            for chunk, rows in zip(chunks, kv_cache_cpu[index], strict=True):
-                for (records, block), host in zip(self._slot_buffers(index), rows):
-                    write_rows(records, block, chunk, host.to(records.device, non_blocking=True))
+        routes, chunks = routes_of(self.device), indices.long().split(self.cpu_offloading_chunk_size)
+        for layer, copies in zip(self._caches, kv_cache_cpu, strict=True):
+            for chunk, rows in zip(chunks, copies, strict=True):
+                routes.write_rows(layer, chunk, *(r.to(self.device, non_blocking=True) for r in rows))
         current_platform.synchronize()
 
 

@@ -20,6 +20,7 @@ from sglang_quantkv.kernels import build, decode, extend, store, torch_routes
 from sglang_quantkv.kernels.dense import DenseAttention, DenseBatch
 from sglang_quantkv.kernels.dequantize import dequantize
 from sglang_quantkv.kernels.routes import Chunks, NormRope, Routes
+from sglang_quantkv.kernels.slots import gather, scatter
 from sglang_quantkv.kernels.targets import Target
 from sglang_quantkv.kernels.units import unit_of
 from sglang_quantkv.reference import PagedCache
@@ -115,6 +116,12 @@ class HipRoutes(Routes):
             q_weight=norm_rope.q_weight, k_weight=norm_rope.k_weight, weight_offset=norm_rope.weight_offset,
             eps=norm_rope.eps, q_out=q, k_out=k if keeps_k else None, target=self.target,
         )  # fmt: skip
+
+    def read_rows(self, cache, slots):
+        return gather(cache, slots, target=self.target)
+
+    def write_rows(self, cache, slots, k_rows, v_rows):
+        scatter(cache, slots, k_rows, v_rows, target=self.target)
 
     # ---- decode ----------------------------------------------------------------------------------------
 

@@ -143,6 +143,14 @@ class Routes(ABC):
         """Norms and rotates Q and K, then does as ``store``. Q is changed in place, K too if ``keeps_k``."""
 
     @abstractmethod
+    def read_rows(self, cache: PagedCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 ``[n, Hkv, row_nbytes]`` of K and of V: codes and scales of single slots, int64 ``[n]``."""
+
+    @abstractmethod
+    def write_rows(self, cache: PagedCache, slots: Tensor, k_rows: Tensor, v_rows: Tensor) -> None:
+        """Writes what ``read_rows`` returned into slots, no two of them equal."""
+
+    @abstractmethod
     def plan_decode(self, cache: PagedCache, seq_lens: Tensor, group: int, window_left: int) -> Any:
         """What the layers of such a cache share in one decode step; ``seq_lens`` is int32 ``[requests]``."""
 

@@ -42,6 +42,16 @@ class TorchRoutes(Routes):
             k.copy_(prepared)
         self.store(cache, slots, prepared, v)
 
+    def read_rows(self, cache, slots):
+        return (
+            reference.read_rows(cache.k_records, cache.k_block, slots),
+            reference.read_rows(cache.v_records, cache.v_block, slots),
+        )
+
+    def write_rows(self, cache, slots, k_rows, v_rows):
+        reference.write_rows(cache.k_records, cache.k_block, slots, k_rows)
+        reference.write_rows(cache.v_records, cache.v_block, slots, v_rows)
+
     def plan_decode(self, cache, seq_lens, group, window_left) -> list[int]:
         return seq_lens.tolist()
 
