@@ -74,7 +74,7 @@ def gemma3(layer: int):
     }
     config = Gemma3TextConfig(
         hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM, vocab_size=64,
-        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], intermediate_size=64,
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, intermediate_size=64,
         sliding_window=32, rope_parameters=ropes, max_position_embeddings=512,
     )  # fmt: skip
     model = torch.nn.Module()
@@ -149,6 +149,12 @@ def test_the_store_does_what_the_layer_did(name, monkeypatch):
     TorchRoutes().prepare_and_store(cache, torch.arange(32, 32 + TOKENS), raw_q, raw_k, raw_v, positions, steps, True)
     torch.testing.assert_close(raw_q, q, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(raw_k, k, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_gemma3_share_a_table_of_each_kind():
+    model, _ = make("gemma3-full")
+    tables = [steps().cos_sin.data_ptr() for _, steps in sorted(take_over(model, torch.float32).items())]
+    assert tables == tables[:2] * 2 and tables[0] != tables[1]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -92,3 +92,19 @@ def test_the_torch_routes_serve_where_they_are_asked_for(demo_server):
     info = server.quantkv()
     assert info["fallbacks"]["--quantkv-reference"] == sum(info["calls"].values()) > 0
     assert info["declared"]["cuda_graph_config"].startswith("decode disabled, prefill disabled")
+
+
+def test_memory_after_start_up_is_what_was_planned(serve, measured):
+    """Half of the GPU for weights and pages: nothing beside them may take or leave more than 2% of it."""
+    torch.zeros(1, device="cuda")  # this process's own context
+    free, total = torch.cuda.mem_get_info()
+    server = serve(("--kv-cache-dtype", "int8", "--mem-fraction-static", "0.5"))
+    used = free - torch.cuda.mem_get_info()[0]
+    info = server.quantkv()
+    server.stop()
+    pages = info["pool_bytes"] / total
+    measured(
+        f"int8, --mem-fraction-static 0.5: the server took {used / total:.1%} of the GPU, pages {pages:.1%}, "
+        f"workspace {info['workspace_bytes'] / 2**20:.0f} MiB, {info['max_total_num_tokens']:,} tokens"
+    )
+    assert abs(used / total - 0.5) <= 0.02

@@ -168,8 +168,9 @@ def test_calls_are_counted_by_descriptor():
 
 def test_requests_without_a_cached_prefix_are_first_chunks():
     routes = torch_routes.TorchRoutes()
-    assert routes.partition([5, 9, 4], [5, 2, 4], owns_kv=True) == {"first_chunk": [0, 2], "extend": [1]}
-    assert routes.partition([5, 9], [5, 2], owns_kv=False) == {"extend": [0, 1]}
+    ways = routes.partition([5, 9, 4, 1, 8], [5, 2, 4, 1, 1], owns_kv=True)
+    assert ways == {"first_chunk": [0, 2, 3], "extend": [1], "decode": [4]}
+    assert routes.partition([5, 9, 1], [5, 2, 1], owns_kv=False) == {"extend": [0, 1], "decode": [2]}
 
 
 def test_short_prefixes_are_dequantized_while_there_is_room():
@@ -178,7 +179,7 @@ def test_short_prefixes_are_dequantized_while_there_is_room():
 
     routes = HipRoutes(Target("emulated_mma"), Dense(), 100)
     routes._row_capacity = 200
-    lengths = ([90, 60, 120, 150, 101], [90, 10, 10, 100, 1])
+    lengths = ([90, 60, 120, 150, 102], [90, 10, 10, 100, 2])
     # Request 2 has too long a prefix; request 3 would fit, but not after request 1; request 4 has 100 tokens cached.
     assert routes.partition(*lengths, owns_kv=True) == {
         "first_chunk": [0],

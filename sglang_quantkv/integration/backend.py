@@ -149,8 +149,15 @@ class QuantKVAttnBackend(AttentionBackend):
         pages = part.tables.pages_of(kind)
         if part.route == "extend":
             return self.routes.extend(cache, q, pages, part.chunks, **params)
+        is_decode, seq_lens = part.route == "decode", part.tables.seq_lens
         if kind not in part.plans:
-            part.plans[kind] = self.routes.plan_dequantized(part.chunks, kind.window_left)
+            part.plans[kind] = (
+                self.routes.plan_decode(cache, seq_lens, kind.group, kind.window_left)
+                if is_decode
+                else self.routes.plan_dequantized(part.chunks, kind.window_left)
+            )
+        if is_decode:
+            return self.routes.decode(cache, q, pages, seq_lens, part.plans[kind], **params)
         return self.routes.dequantized(cache, q, pages, part.plans[kind], **params)
 
     def _write(self, q, k, v, layer, forward_batch, save_kv_cache, keeps_k: bool) -> PagedCache:

@@ -8,6 +8,7 @@ K that are rotated, and the store only quantizes and writes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
@@ -59,8 +60,9 @@ def take_over(model: nn.Module, dtype: torch.dtype) -> dict[int, LayerNormRope]:
         by layer id, what the backend has to do for them; layers that are not in it do it themselves.
     """
     taken = {}
+    gemma3_table = _gemma3_tables(model)
     for module in model.modules():
-        if (steps := _steps(module, model)) and _fits(module, steps, dtype):
+        if (steps := _steps(module, gemma3_table)) and _fits(module, steps, dtype):
             module.forward = MethodType(_forward, module)
             taken[module.attn.layer_id] = steps
     return taken
@@ -77,33 +79,40 @@ def _forward(self, positions, hidden_states, forward_batch, **_):
     return self.o_proj(out.reshape(-1, self.q_size))[0]
 
 
-def _steps(module: nn.Module, model: nn.Module) -> LayerNormRope | None:
+def _steps(module: nn.Module, gemma3_table: Callable[[nn.Module], Tensor | None]) -> LayerNormRope | None:
     """What a layer does between its projections; None if it is of no class that we know."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     norms = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
     if name in PLAIN and _is_plain(rope := module.rotary_emb):
         return LayerNormRope(lambda: rope.cos_sin_cache_as(torch.float32), not rope.is_neox_style, *norms)
-    if name == GEMMA3:
-        local, everywhere = model.model.rotary_emb_local, model.model.rotary_emb
-        table = _gemma3_table(local if module.is_sliding else everywhere, module.rotary_emb.cos_sin_cache)
-        return LayerNormRope(lambda: table, False, *norms) if table is not None else None
+    if name == GEMMA3 and (table := gemma3_table(module)) is not None:
+        return LayerNormRope(lambda: table, False, *norms)
     return None
 
 
 def _is_plain(rope: nn.Module) -> bool:
     """Whether an embedding only looks up its table by position, as its base class does."""
-    methods = ("forward_native", "forward_cuda", "forward_hip")
+    methods = ("forward", "forward_native", "forward_cuda", "forward_hip")
     return isinstance(rope, RotaryEmbedding) and all(
         getattr(type(rope), name, None) is getattr(RotaryEmbedding, name, None) for name in methods
     )
 
 
-def _gemma3_table(rope: nn.Module, like: Tensor) -> Tensor | None:
-    """float32 ``[positions, D]``: cosines, then sines, that Gemma 3's own embedding computes at every step."""
-    if "dynamic" in rope.rope_type:
-        return None
-    angles = torch.arange(len(like), device=like.device, dtype=torch.float32)[:, None] * rope.inv_freq.float()
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(like.device) * rope.attention_scaling
+def _gemma3_tables(model: nn.Module) -> Callable[[nn.Module], Tensor | None]:
+    """For an attention layer of Gemma 3, float32 ``[positions, D]``: cosines, then sines, that the model's embedding of
+    that kind of layer computes at every step. Layers of a kind share one."""
+    owner = next((module for module in model.modules() if hasattr(module, "rotary_emb_local")), None)
+
+    @functools.cache
+    def table(is_sliding: bool, positions: int) -> Tensor | None:
+        rope = owner.rotary_emb_local if is_sliding else owner.rotary_emb
+        if "dynamic" in rope.rope_type:
+            return None
+        steps = torch.arange(positions, device=rope.inv_freq.device, dtype=torch.float32)
+        angles = steps[:, None] * rope.inv_freq.float()
+        return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_scaling
+
+    return lambda layer: None if owner is None else table(layer.is_sliding, len(layer.rotary_emb.cos_sin_cache))
 
 
 def _fits(module: nn.Module, steps: LayerNormRope, dtype: torch.dtype) -> bool:

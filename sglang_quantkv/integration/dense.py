@@ -30,7 +30,8 @@ class FlashAttention3:
     def __call__(self, q, k, v, batch: DenseBatch, *, scale, window_left, softcap, sinks):
         return self._attention(
             q, k, v, batch.q_starts, batch.k_starts, batch.max_q, batch.max_k, softmax_scale=scale, causal=True,
-            window_size=(window_left, 0 if window_left >= 0 else -1), softcap=softcap, sinks=sinks,
+            window_size=(window_left, 0 if window_left >= 0 else -1), softcap=softcap,
+            sinks=None if sinks is None else sinks.bfloat16(),  # it takes no other dtype
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
-from sglang_quantkv.kernels.routes import Chunks, KernelDesc, Routes
+from sglang_quantkv.kernels.routes import Chunks, KernelDesc, Routes, upload
 from sglang_quantkv.reference import PagedCache
 
 
@@ -123,8 +123,8 @@ class ExtendMetadata:
             chunks = Chunks.of([self.seq_lens[i] for i in requests], [self.q_lens[i] for i in requests], device)
             rows, tables = None, self.tables
             if len(routed) > 1:
-                rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in requests]).to(device)
-                index = torch.tensor(requests, device=device)
+                rows = upload([row for i in requests for row in range(starts[i], starts[i + 1])], torch.int64, device)
+                index = upload(requests, torch.int64, device)
                 window_pages = None if tables.window_pages is None else tables.window_pages[index]
                 tables = Tables(tables.seq_lens[index], tables.pages[index], window_pages)
             parts.append(Part(route, rows, chunks, tables))

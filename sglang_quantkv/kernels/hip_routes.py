@@ -19,7 +19,7 @@ from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.kernels import build, decode, extend, store, torch_routes
 from sglang_quantkv.kernels.dense import DenseAttention, DenseBatch
 from sglang_quantkv.kernels.dequantize import dequantize
-from sglang_quantkv.kernels.routes import Chunks, NormRope, Routes
+from sglang_quantkv.kernels.routes import Chunks, NormRope, Routes, upload
 from sglang_quantkv.kernels.slots import gather, scatter
 from sglang_quantkv.kernels.targets import Target
 from sglang_quantkv.kernels.units import unit_of
@@ -32,12 +32,14 @@ class DequantizePlan:
 
     Attributes:
         begins, ends, row_starts: int32 ``[requests]``, as for ``dequantize``.
+        rows: their number.
         batch: the rows as dense attention takes them.
     """
 
     begins: Tensor
     ends: Tensor
     row_starts: Tensor
+    rows: int
     batch: DenseBatch
 
 
@@ -176,16 +178,17 @@ class HipRoutes(Routes):
         ]
         lengths = [seq - begin for seq, begin in zip(chunks.seq_lens, begins)]
         starts, count = list(accumulate(lengths, initial=0)), len(begins)
-        device = torch.tensor(begins + starts, dtype=torch.int32, device=chunks.query_starts.device)
-        k_starts = device[count:]
+        both = upload(begins + starts, torch.int32, chunks.query_starts.device)
+        k_starts = both[count:]
         batch = DenseBatch(chunks.query_starts, k_starts, max(chunks.q_lens), max(lengths))
-        return DequantizePlan(device[:count], chunks.device_seq_lens, k_starts[:-1], batch)
+        return DequantizePlan(both[:count], chunks.device_seq_lens, k_starts[:-1], starts[-1], batch)
 
     def dequantized(self, cache, q, page_table, plan: DequantizePlan, **params):
         """As ``extend``, over dequantized pages."""
         self.count("extend", f"dequantize+{self.dense.name}", cache)
         heads, head_dim = cache.k_records.shape[1], cache.k_block.head_dim
-        k, v = (rows[: self._row_capacity * heads * head_dim].view(-1, heads, head_dim) for rows in self._rows)
+        # No row more than was written: what attention loads behind them must be zeros, which NaN in memory are not.
+        k, v = (rows[: plan.rows * heads * head_dim].view(-1, heads, head_dim) for rows in self._rows)
         dequantize(
             cache, page_table, plan.begins, plan.ends, plan.row_starts, k, v, plan.batch.max_k, target=self.target
         )

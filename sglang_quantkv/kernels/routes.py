@@ -47,6 +47,12 @@ def describe(phase: str, implementation: str, k: HeadBlock, v: HeadBlock) -> Ker
     return KernelDesc(phase, implementation, recipe, k.head_dim, v.head_dim, k.page_size)
 
 
+def upload(values: list[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Copies host values to a device without waiting for what runs there."""
+    on_gpu = torch.device(device).type != "cpu"
+    return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Chunks:
     """The new tokens of some requests: the last ``q_lens[i]`` of each one's ``seq_lens[i]`` tokens.
@@ -66,7 +72,7 @@ class Chunks:
     def of(cls, seq_lens: list[int], q_lens: list[int], device: torch.device | str) -> Chunks:
         """Copies the lengths to the device."""
         starts = list(accumulate(q_lens, initial=0))
-        both = torch.tensor(seq_lens + starts, dtype=torch.int32, device=device)
+        both = upload(seq_lens + starts, torch.int32, device)
         return cls(seq_lens, q_lens, both[: len(seq_lens)], both[len(seq_lens) :])
 
 
@@ -162,12 +168,16 @@ class Routes(ABC):
     def partition(self, seq_lens: list[int], q_lens: list[int], owns_kv: bool) -> dict[str, list[int]]:
         """Which requests of a batch of chunks go which way: their indices, ascending, by the name of a method.
 
+        A single new token is decoded, whatever batch it is in.
+
         Args:
             owns_kv: whether the layer has K and V of its own; one that reads another layer's finds all in pages.
         """
-        cached = [n for n, (seq, own) in enumerate(zip(seq_lens, q_lens)) if seq > own or not owns_kv]
-        fresh = sorted(set(range(len(seq_lens))) - set(cached))
-        return {phase: requests for phase, requests in (("first_chunk", fresh), ("extend", cached)) if requests}
+        parts: dict[str, list[int]] = {}
+        for request, (seq, own) in enumerate(zip(seq_lens, q_lens)):
+            route = "first_chunk" if seq == own and owns_kv else "decode" if own == 1 else "extend"
+            parts.setdefault(route, []).append(request)
+        return parts
 
     @abstractmethod
     def first_chunk(self, cache: PagedCache, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, **params) -> Tensor:
