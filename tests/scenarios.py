@@ -129,7 +129,7 @@ class Distance(NamedTuple):
         steps, of: distributions compared, of how many.
         mean, worst: absolute difference of logprobs over the tokens that either server has in its top. One that the
             other lacks counts with its distance to the least that the other has: a lower bound.
-        kl: KL(second || first) with all tokens but the shared top ones as one: a lower bound, too.
+        kl: KL(second || first), a lower bound, too: see ``_kl``.
         same_top: share of steps with the same most likely token.
     """
 
@@ -209,10 +209,17 @@ def _differences(p: dict[int, float], q: dict[int, float]) -> list[float]:
 
 
 def _kl(p: dict[int, float], q: dict[int, float]) -> float:
-    """KL(q || p), with everything outside both tops as one token."""
-    shared = p.keys() & q.keys()
-    rest_p, rest_q = (max(1e-6, 1 - sum(math.exp(d[t]) for t in shared)) for d in (p, q))
-    return sum(math.exp(q[t]) * (q[t] - p[t]) for t in shared) + rest_q * math.log(rest_q / rest_p)
+    """KL(q || p), the better of two lower bounds: over the shared top and the rest as one token, which sees nothing
+    where little is shared; and over the top of q, with what p gives each of them at most."""
+
+    def rest(d: dict[int, float], tokens: Iterable[int]) -> float:
+        return max(1e-6, 1 - sum(math.exp(d[t]) for t in tokens))
+
+    shared, least_p = p.keys() & q.keys(), min(p.values())
+    rest_p, rest_q, rest_top = rest(p, shared), rest(q, shared), rest(q, q)
+    coarse = sum(math.exp(q[t]) * (q[t] - p[t]) for t in shared) + rest_q * math.log(rest_q / rest_p)
+    at_most = sum(math.exp(q[t]) * (q[t] - p.get(t, least_p)) for t in q) + rest_top * math.log(rest_top / rest_p)
+    return max(coarse, at_most)
 
 
 def logits(server: Server, small: Server, encode: Encode, sizes: Sizes) -> dict[str, list[Trace]]:
@@ -319,7 +326,7 @@ class PoolFigures:
     def is_enough(self) -> bool:
         """Whether everything that the pool is to go through has happened."""
         events = (self.aborted, self.retractions, self.hits, self.evicted, self.peak == 1.0)
-        return all(events) and self.compared >= 20
+        return all(events) and self.compared >= 12
 
     def __str__(self) -> str:
         return (
@@ -362,7 +369,7 @@ def full_pool(server: Server, encode: Encode, sizes: Sizes, *, tolerated: float 
 
     def goes_on() -> bool:
         elapsed = time.monotonic() - start
-        return elapsed < sizes.seconds or elapsed < sizes.seconds + 120 and not figures.is_enough
+        return elapsed < sizes.seconds or elapsed < sizes.seconds + 300 and not figures.is_enough
 
     seen: set[tuple[int, ...]] = set()  # prefixes served before
 

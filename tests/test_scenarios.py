@@ -27,13 +27,15 @@ if ON_GPU:
     SERVED = {name: ("--kv-cache-dtype", name, *COMMON, *LARGE_POOL) for name in SERVED}
     SMALL = {name: ("--kv-cache-dtype", name, *COMMON, *SMALL_POOL) for name in SERVED}
 
-# What a run may differ from the bf16 cache, as the mean over logprobs and as KL: about twice what was measured. A cold
-# prompt never reads its pages, so it differs by nothing on a CPU, where both attend with the same kernel.
+# What a run may differ from the bf16 cache, as the mean over logprobs and as KL: about twice what was measured.
 LIMITS = {"int8": (0.2, 4e-3), "mxfp4": (1.2, 0.2)}
 # A first chunk in high precision or from pages, a batch that is cut elsewhere: what mxfp4 lets a counting text lose.
-TOLERATED = {"int8": 0.0, "mxfp4": 0.15}
-# What two ways to compute the same thing in bf16 differ by, as a mean over logprobs.
-ROUNDING = 0.02
+TOLERATED = {"int8": 0.0, "mxfp4": 0.1}
+# Of the prompts that come six at a time, a chunk's border cuts up to every third, which then reads its beginning packed.
+CUT = {"int8": 0.0, "mxfp4": 0.34}
+# What two ways to compute the same thing in bf16 differ by, as a mean over logprobs. A cold prompt never reads its
+# pages, so on a CPU it shows just this: 0.061 since the store turns K in float32, 0 while SGLang turned it in bf16.
+ROUNDING = 0.05 if ON_GPU else 0.1
 
 
 @pytest.fixture(params=SERVED)
@@ -101,7 +103,7 @@ def test_every_way_to_the_cache_stays_near_the_bf16_cache(recipe, traces, measur
     for run, distance in distances.items():
         assert distance.steps >= distance.of * 0.5, f"{run}: too few steps follow the same tokens: {distance}"
         assert distance.mean <= mean and distance.kl <= kl, f"{run}: {distance}"
-    assert distances["cold"].mean <= (ROUNDING if ON_GPU else 0), distances["cold"]
+    assert distances["cold"].mean <= ROUNDING, distances["cold"]
 
 
 @pytest.mark.gpu
@@ -146,7 +148,7 @@ def test_greedy_agreement(greedy, recipe, measured):
 
 
 def test_every_residue_of_a_prompt_begins_as_it_does_alone(server, recipe, encode, measured):
-    figures = scenarios.residues(server, encode, SIZES, tolerated=TOLERATED[recipe])
+    figures = scenarios.residues(server, encode, SIZES, tolerated=CUT[recipe])
     measured(f"{recipe}, prompt lengths modulo the page: {figures}")
 
 
