@@ -11,9 +11,9 @@ from sglang.test.test_utils import published_topology
 from test_routes import make_cache
 from transformers import Gemma3TextConfig
 
+from sglang_quantkv import reference
 from sglang_quantkv.formats import RECIPES
 from sglang_quantkv.integration.call_point import take_over
-from sglang_quantkv.kernels.torch_routes import TorchRoutes
 
 HIDDEN, HEADS, KV_HEADS, DIM, TOKENS = 128, 4, 2, 64, 40
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -145,10 +145,12 @@ def test_the_store_does_what_the_layer_did(name, monkeypatch):
     assert torch.equal(raw_v, v) and not torch.allclose(raw_q, q) and not torch.allclose(raw_k, k)
 
     steps = taken[layer.attn.layer_id]()
-    cache = make_cache(RECIPES["int8"], heads=raw_k.shape[1], head_dim=raw_k.shape[2])
-    TorchRoutes().prepare_and_store(cache, torch.arange(32, 32 + TOKENS), raw_q, raw_k, raw_v, positions, steps, True)
-    torch.testing.assert_close(raw_q, q, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(raw_k, k, rtol=1e-4, atol=1e-4)
+    got_q, got_k = reference.store(
+        make_cache(RECIPES["int8"], heads=raw_k.shape[1], head_dim=raw_k.shape[2]),
+        torch.arange(32, 32 + TOKENS), raw_k, raw_v, raw_q, positions=positions, **vars(steps),
+    )  # fmt: skip
+    torch.testing.assert_close(got_q, q, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got_k, k, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_of_gemma3_share_a_table_of_each_kind():

@@ -8,7 +8,7 @@ import torch
 from sglang_quantkv import reference
 from sglang_quantkv.errors import UnsupportedConfig
 from sglang_quantkv.formats import RECIPES, Operand
-from sglang_quantkv.kernels import routes, torch_routes
+from sglang_quantkv.kernels import torch_routes
 from sglang_quantkv.kernels.hip_routes import HipRoutes
 from sglang_quantkv.kernels.targets import Target
 from sglang_quantkv.reference import PagedCache
@@ -186,25 +186,6 @@ def test_short_prefixes_are_dequantized_while_there_is_room():
         "extend": [2, 3, 4],
         "dequantized": [1],
     }
-
-
-def test_the_steps_before_a_store_are_the_references(recipe):
-    torch.manual_seed(5)
-    cache, expected = make_cache(recipe), make_cache(recipe)
-    q, k, v = (torch.randn(10, heads, 64).bfloat16() for heads in (6, 2, 2))
-    slots, positions = torch.arange(40, 50), torch.arange(200, 210)
-    angles = torch.arange(300)[:, None] / 100 ** (torch.arange(16) / 16)
-    steps = routes.NormRope(
-        torch.cat((angles.cos(), angles.sin()), -1), False, torch.rand(64).bfloat16(), torch.rand(64), 1.0
-    )
-    prepared_q, prepared_k = q.clone(), k.clone()
-    torch_routes.TorchRoutes().prepare_and_store(cache, slots, prepared_q, prepared_k, v, positions, steps, True)
-    got = reference.store(
-        expected, slots, k, v, q, positions=positions, cos_sin=steps.cos_sin, q_weight=steps.q_weight.float() + 1,
-        k_weight=steps.k_weight + 1,
-    )  # fmt: skip
-    assert torch.equal(prepared_q, got[0]) and torch.equal(prepared_k, got[1])
-    assert torch.equal(cache.k_records, expected.k_records) and torch.equal(cache.v_records, expected.v_records)
 
 
 def test_decode_allocates_nothing_that_grows_with_the_pool(recipe):

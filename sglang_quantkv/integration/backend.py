@@ -53,7 +53,8 @@ class QuantKVAttnBackend(AttentionBackend):
         samples = {kind: layer_cache(self.token_to_kv_pool, layer) for layer, kind in self._kinds.items()}
         self.routes = routes_of(model_runner.device)
         self.routes.prepare(samples.values(), model_runner.dtype, _max_chunk_tokens(model_runner))
-        self.norm_ropes = take_over(model_runner.model, model_runner.dtype)
+        takes_over = self.routes.stores_with_norm_rope
+        self.norm_ropes = take_over(model_runner.model, model_runner.dtype) if takes_over else {}
         self._builder = MetadataBuilder(model_runner, self.routes, samples)
 
         # Of captured decode steps, which take their metadata from the first rows of the same tables.

@@ -51,6 +51,8 @@ class HipRoutes(Routes):
         extend_from: cached tokens from which a request's pages are read packed.
     """
 
+    stores_with_norm_rope = True
+
     def __init__(self, target: Target, dense: DenseAttention | None, extend_from: int):
         super().__init__()
         self.target, self.dense = target, dense

@@ -100,10 +100,13 @@ class Routes(ABC):
     ``reference.attention``. Queries are ``[tokens, Hq, D]``, results ``[tokens, Hq, Dv]``.
 
     Attributes:
+        stores_with_norm_rope: whether there is a ``prepare_and_store``; else layers do these steps themselves.
         calls: since start-up, by descriptor.
         tally: where calls are counted right now: ``calls``, or those of a step that is captured in a graph, which count
             when it is replayed.
     """
+
+    stores_with_norm_rope = False
 
     def __init__(self) -> None:
         self.calls: Counter[KernelDesc] = Counter()
@@ -134,7 +137,6 @@ class Routes(ABC):
     def store(self, cache: PagedCache, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantizes K ``[n, Hkv, D]`` and V ``[n, Hkv, Dv]`` and writes them into ``slots``, int64 ``[n]``."""
 
-    @abstractmethod
     def prepare_and_store(
         self,
         cache: PagedCache,
@@ -147,6 +149,7 @@ class Routes(ABC):
         keeps_k: bool,
     ) -> None:
         """Norms and rotates Q and K, then does as ``store``. Q is changed in place, K too if ``keeps_k``."""
+        raise NotImplementedError
 
     @abstractmethod
     def read_rows(self, cache: PagedCache, slots: Tensor) -> tuple[Tensor, Tensor]:

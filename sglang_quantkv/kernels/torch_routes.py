@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_quantkv import formats, reference
 from sglang_quantkv.formats import Format, HeadBlock, int8_k_row
-from sglang_quantkv.kernels.routes import Chunks, NormRope, Routes
+from sglang_quantkv.kernels.routes import Chunks, Routes
 from sglang_quantkv.reference import PagedCache
 
 # Query rows whose scores are held at a time: bounds the memory of a long chunk over a long prefix.
@@ -30,18 +30,6 @@ class TorchRoutes(Routes):
         self.count("store", "torch", cache)
         store(cache, slots, k, v)
 
-    def prepare_and_store(self, cache, slots, q, k, v, positions, norm_rope: NormRope, keeps_k):
-        def prepare(x, weight):
-            if weight is not None:
-                x = reference.rms_norm(x, weight, norm_rope.eps, norm_rope.weight_offset)
-            return reference.rotate(x, positions, norm_rope.cos_sin, interleaved=norm_rope.interleaved)
-
-        q.copy_(prepare(q, norm_rope.q_weight))
-        prepared = prepare(k, norm_rope.k_weight)
-        if keeps_k:
-            k.copy_(prepared)
-        self.store(cache, slots, prepared, v)
-
     def read_rows(self, cache, slots):
         return (
             reference.read_rows(cache.k_records, cache.k_block, slots),
@@ -57,6 +45,8 @@ class TorchRoutes(Routes):
 
     def decode(self, cache, q, page_table, seq_lens, plan: list[int], **params):
         self.count("decode", "torch", cache)
+        if all(plan):
+            return decode(q, cache, page_table, plan, **params).to(q.dtype)
         # Padding: a request of length 0 attends to nothing.
         real = [i for i, length in enumerate(plan) if length]
         out = q.new_zeros(*q.shape[:-1], cache.v_block.head_dim)
